@@ -164,6 +164,7 @@ def test_an_edited_agent_is_imported_again(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "edited_agent.py"
     for number in (1, 22):
         file.write_text(f"def solve(task, llm):\n    return {number}\n")
+        assert servers.source("edited_agent:solve") == file.read_text()
         report = processes.run(order(), "edited_agent:solve", lambda: False)
         assert report is not None
         assert report.rewards == {"agent": float(number)}

@@ -1,11 +1,18 @@
 """A run whose episodes an agent made, looked at by every command: the rows are made by hand, on both databases."""
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from agentrl.workers.requests import requirements
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.settings import settings
@@ -126,3 +133,49 @@ def test_the_end_of_a_run_says_what_its_agents_ended_with(
     assert "1 episodes' agents ended badly, 1 with: RuntimeError: boom" in said
     assert "agentrl episodes outside --stop-reason agent_error" in said
     assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("data", ["sqlite"], indirect=True)
+def test_a_worker_for_agents_says_what_it_lacks_and_imports_no_agent_itself(
+    data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings.cache_clear()
+    monkeypatch.setattr(requirements, "app", make_app(settings()))
+    body = "import os\nfound = [name for name in os.environ if name.startswith('AGENTRL_')]\nimporter = os.getppid()\n"
+    (tmp_path / "told_agent.py").write_text(f"{body}def solve(task, llm): return 1.0\n")
+    question = requirements.requirements_of({"agent": {"name": "told_agent:solve"}}, {}, "qwen", "", rolls_out=True)
+    lacking = replace(question, key="another", config={"agent": {"name": "nowhere_at_all:solve"}})
+    edited = f"{body}open({str(tmp_path / 'seen')!r}, 'w').write(repr((importer, found)))\ndef solve(task, llm): return 2.0\n"
+    (tmp_path / "told_agent.py").write_text(edited)
+    with worker_of("agents", tmp_path) as worker:
+        answers = ask_until_answered(question)
+        assert [(each.roles, each.lacks, each.other) for each in answers] == [
+            (("agents",), (), ("the file of agents told_agent:solve",))
+        ]
+        (said,) = ask_until_answered(lacking)[0].lacks
+        assert "the agent 'nowhere_at_all:solve' cannot be loaded: " in said
+    assert (tmp_path / "seen").read_text() == repr((worker, []))
+
+
+@contextmanager
+def worker_of(role: str, folder: Path) -> Iterator[int]:
+    """A worker of that role with this process's environment, and the modules of the folder; its pid."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    with (folder / "worker.log").open("ab") as log:
+        command = [sys.executable, "-m", "agentrl.workers.stack.worker", role]
+        made = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=log)
+    try:
+        yield made.pid
+    finally:
+        made.terminate()
+        made.wait(30)
+
+
+def ask_until_answered(question: requirements.Requirements) -> list[requirements.Fitness]:
+    """The workers' answers, once there are any."""
+    deadline = time.monotonic() + 60
+    while not (found := requirements.ask_workers(replace(question, roles=("agents",)), workers=1)):
+        assert time.monotonic() < deadline
+    return found

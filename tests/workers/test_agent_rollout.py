@@ -225,7 +225,8 @@ def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may
         with calling(stage, key, [QUESTION], "one", stream=True) as response:
             gated.let.release(2)
             assert response.readline()
-        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))
+            assert gated.begun.acquire(timeout=30), "one that is stopped before its first token leaves no step"
+        wait_for(lambda: [turn.stopped for turn in stage.driver._turns[1].open] == [True])
         gated.let.release(1)
         (cut,) = wait_for(lambda: episode_of(db, 1).steps)
         assert not cut.delivered
@@ -356,10 +357,12 @@ def test_a_turn_that_was_cancelled_is_no_final_answer_unless_something_goes_on_f
         key = run_agent(db, 1)
         gated.let.release(len(ANSWER))
         first = ask(stage, key, [QUESTION])
+        assert gated.begun.acquire(timeout=30)
         with calling(stage, key, [user("and 6*8?")], stream=True) as response:
             gated.let.release(2)
             assert response.readline()
-        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))
+            assert gated.begun.acquire(timeout=30), "one that is stopped before its first token leaves no step"
+        wait_for(lambda: [turn.stopped for turn in stage.driver._turns[1].open] == [True])
         gated.let.release(100)
         wait_for(lambda: len(episode_of(db, 1).steps) == 2)
         assert not episode_of(db, 1).steps[1].delivered

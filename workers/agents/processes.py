@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -41,10 +41,11 @@ def clean_environment() -> dict[str, str]:
 
 @dataclass
 class AgentServer:
-    """A warm interpreter (`server`), which is waited for until `is_stopped`."""
+    """A warm interpreter (`server`), which is waited for until `is_stopped`; `source` is that of the agent's module."""
 
     spec: str
     is_stopped: Callable[[], bool]
+    source: str = field(init=False)
     _control: socket.socket = field(init=False)
     _process: "subprocess.Popen[bytes]" = field(init=False)
     _stamps: Mapping[str, object] = field(init=False)
@@ -66,6 +67,7 @@ class AgentServer:
         if said is None or "error" in said:
             self._kill()
             raise AgentUnready(said["error"] if said else "its interpreter ended while it was imported")
+        self.source = said["source"]
         self._stamps = {file: _stamp(file) for file in said["files"]}
 
     def _await(self) -> None:
@@ -150,6 +152,28 @@ class AgentServers:
             AgentUnready: it cannot be imported.
             InfraError: the interpreter is gone.
         """
+        with self._fresh(spec, is_stopped) as server:
+            guardian = server.begin()
+        self._end_oldest()
+        return guardian
+
+    def source(self, spec: str) -> str:
+        """The source of the agent's module as its agents run it now, which an interpreter of its own imports; empty if there
+        is none.
+
+        Raises:
+            AgentUnready: it cannot be imported.
+            InfraError: the interpreter is gone.
+        """
+        with self._fresh(spec, lambda: False) as server:
+            said = server.source
+        self._end_oldest()
+        return said
+
+    @contextmanager
+    def _fresh(self, spec: str, is_stopped: Callable[[], bool]) -> Iterator[AgentServer]:
+        """The interpreter of that agent, which nobody else uses meanwhile."""
+        domain.hide()
         with self._lock:
             place = self._places.setdefault(spec, _Place())
             self._places.move_to_end(spec)
@@ -160,14 +184,12 @@ class AgentServers:
             if place.server is None or not place.server.is_fresh:
                 place.end()
                 place.server = AgentServer(spec, is_stopped)
-            guardian = place.server.begin()
+            yield place.server
         except OSError as error:
             place.end()
             raise InfraError(f"The interpreter of the agent {spec!r} is gone: {error}.") from error
         finally:
             place.lock.release()
-        self._end_oldest()
-        return guardian
 
     def close(self) -> None:
         """Ends all of them."""
@@ -200,7 +222,6 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | Non
         AgentUnready: its module cannot be imported.
         InfraError: its processes were lost.
     """
-    domain.hide()
     try:
         connection = servers.begin(spec, is_stopped)
     except _Unwanted:

@@ -1,9 +1,9 @@
 """A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode, whose warden it is.
 
-`python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported, or why it
-cannot, and then takes one descriptor for each episode, the guardian's end of a socket. It was started with an environment
-without secrets, and ends when the other end of FD is closed, as its worker's end does, and its agents have ended. SPEC is empty
-for programs, which need no module.
+`python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported (the files, and the
+source of the agent's module), or why it cannot, and then takes one descriptor for each episode, the guardian's end of a socket.
+It was started with an environment without secrets, and ends when the other end of FD is closed, as its worker's end does, and
+its agents have ended. SPEC is empty for programs, which need no module.
 """
 
 import json
@@ -24,20 +24,24 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
     """Serves until the other end of the socket is closed, and the last agent has ended."""
     sys.path[:] = paths
     try:
-        function = _load(spec) if spec else None
+        function, source = _load(spec) if spec else (None, "")
         rehearse()
     except BaseException as error:  # noqa: BLE001 - anybody's module; its words go to the worker
         guardian.send(control, {"error": f"{type(error).__name__}: {error}"[:WORDS]})
         return
-    guardian.send(control, {"files": _own_files()})
+    guardian.send(control, {"files": _own_files(), "source": source})
     Warden(control, function).watch()
 
 
-def _load(spec: str) -> Callable[..., Any]:
-    from agentrl.workflow.plugins import find
+def _load(spec: str) -> tuple[Callable[..., Any], str]:
+    """The function, and the source of its module; empty if there is none."""
+    from agentrl.workflow.plugins import code_of, find
 
     found: Callable[..., Any] = find("agents", spec)
-    return found
+    try:
+        return found, code_of("agents", spec)
+    except (OSError, TypeError):
+        return found, ""
 
 
 def _own_files() -> list[str]:

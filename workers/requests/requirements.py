@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -187,16 +188,57 @@ def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any
 def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requirements, roles: Sequence[str]) -> None:
     mine = [role for role in roles if role in asked.roles]
     try:
-        answer.set_result((list_lacks(asked, mine), list_differences(asked, mine)))
+        answer.set_result((list_lacks(asked, mine, read_agent), list_differences(asked, mine, read_agent)))
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the command reports it
         answer.set_result(([_error_sentence(error)], []))
 
 
-def list_lacks(asked: Requirements, roles: Iterable[str]) -> list[str]:
-    """Lists what this process lacks to serve the run in these roles, a sentence each."""
+def import_agent(made: Experiment) -> str:
+    """The source of the module of the run's agent, a function, which is imported here.
+
+    Raises:
+        ConfigError: it cannot be imported, or called.
+        OSError, TypeError: it has no source.
+    """
+    if made.config.agent is None or made.agent is None:
+        return ""
+    name = made.config.agent.name
+    check_function(name, made.agent)
+    return code_of(AGENTS, name)
+
+
+def read_agent(made: Experiment) -> str:
+    """`import_agent` as a worker for agents does it, which holds secrets and itself imports none: in the interpreter that will
+    fork them. A function for the sandbox is not imported outside of it.
+
+    Raises:
+        ConfigError: it cannot be imported.
+        OSError: it has no source.
+    """
+    asked = made.config.agent
+    if asked is None or asked.command or asked.sandboxed:
+        return ""
+    processes = sys.modules["agentrl.workers.agents.processes"]  # as in each worker for agents
+    try:
+        return str(processes.servers.source(asked.name))
+    except processes.AgentUnready as error:
+        raise ConfigError(f"the agent {asked.name!r} cannot be loaded: {error}") from error
+
+
+ReadAgent = Callable[[Experiment], str]
+Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
+
+
+def list_lacks(asked: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
+    """Lists what this process lacks to serve the run in these roles, a sentence each.
+
+    Args:
+        agent: imports the run's agent, and has its source.
+    """
     if asked.version != __version__:
         return [f"is agentrl {__version__}, not {asked.version}"]
-    looks = [look for role in roles for look in _CHECKS_BY_ROLE[role](asked)]
+    checks: dict[str, Checks] = {**_CHECKS_BY_ROLE, AGENTS: partial(_agents_checks, agent)}
+    looks = [look for role in roles for look in checks[role](asked)]
     return list(dict.fromkeys(said for look in looks if (said := _find_trouble(look))))
 
 
@@ -236,11 +278,11 @@ def _train_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
         yield require_trl
 
 
-def _agents_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
-    yield partial(_check_agent, asked.experiment)
+def _agents_checks(agent: ReadAgent, asked: Requirements) -> Iterator[Callable[[], object]]:
+    yield partial(_check_agent, asked.experiment, agent)
 
 
-_CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks, AGENTS: _agents_checks}
+_CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks}
 
 
 def _load_tools(made: Experiment) -> list[Tool]:
@@ -262,12 +304,12 @@ def _check_tools(made: Experiment) -> None:
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
 
 
-def _check_agent(made: Experiment) -> None:
+def _check_agent(made: Experiment, agent: ReadAgent) -> None:
     asked = made.config.agent
     if asked is None:
         return
-    if made.agent is not None:
-        check_function(asked.name, made.agent)
+    with suppress(OSError, TypeError):  # it has no source
+        agent(made)
     check_held(asked)
 
 
@@ -308,13 +350,17 @@ def _check_output_dir(output_dir: str) -> None:
 # differences from the command
 
 
-def list_differences(asked: Requirements, roles: Sequence[str]) -> list[str]:
-    """The names of variables and files in which this process differs from the command that asks."""
+def list_differences(asked: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
+    """The names of variables and files in which this process differs from the command that asks.
+
+    Args:
+        agent: imports the run's agent, and has its source.
+    """
     read = _list_variables(asked.experiment, roles)
     other = [
         name for name in read if name in asked.variables and digest(asked.key, _variable_value(name)) != asked.variables[name]
     ]
-    for name, source in _list_code(asked.experiment, roles):
+    for name, source in _list_code(asked.experiment, roles, agent):
         if name in asked.code and digest(asked.key, source) != asked.code[name]:
             other.append(f"the file of {name}")
     return other
@@ -333,7 +379,7 @@ def _list_variables(made: Experiment, roles: Sequence[str] = QUEUES) -> list[str
     return list(dict.fromkeys(names))
 
 
-def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _list_code(made: Experiment, roles: Sequence[str], agent: ReadAgent = import_agent) -> Iterator[tuple[str, str]]:
     """`kind name` and loaded source of each plug-in that runs in these roles and is here."""
     config = made.config
     named: list[tuple[str, str]] = []
@@ -341,8 +387,6 @@ def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, st
         named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
         named += [("rewards", name) for name in made.weights]
         named += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
-    if AGENTS in roles and made.config.agent is not None and not made.config.agent.command:
-        named += [("agents", made.config.agent.name)]
     if {"rollout", "train"} & set(roles):
         named += [("hooks", name) for name in config.hooks]
     for kind, name in dict.fromkeys(named):
@@ -350,6 +394,10 @@ def _list_code(made: Experiment, roles: Sequence[str]) -> Iterator[tuple[str, st
             yield f"{kind} {name}", code_of(kind, name)
         except (ConfigError, OSError, TypeError):
             continue
+    if AGENTS in roles and made.config.agent is not None:
+        with suppress(ConfigError, OSError, TypeError):
+            if source := agent(made):
+                yield f"{AGENTS} {made.config.agent.name}", source
 
 
 def _variable_value(name: str) -> str:

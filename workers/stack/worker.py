@@ -140,7 +140,7 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     from agentrl.workers.stack.celery_app import app, own_queue
 
     with pause_gc():
-        for name in (*roles, *(() if roles == ["agents"] else ["fit"])):
+        for name in (*roles, "fit"):
             import_module(MODULES[name])  # registers its job, or its command, with the app
     own = [own_queue()] if "tools" in roles else []
     for name in own:
