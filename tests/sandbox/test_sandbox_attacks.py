@@ -118,7 +118,8 @@ def test_a_program_whose_name_is_no_text_ends_by_itself_where_no_control_group_c
 
 @pytest.mark.parametrize("name", IN_TIME)
 def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Boxed, name: str) -> None:
-    assert sandbox.run(IN_TIME[name], limits=SHORT).status == "timeout_wall"
+    ended = (sandbox.run(IN_TIME[name], limits=SHORT).status for _ in range(5))
+    assert next(status for status in ended if status != "starved") == "timeout_wall"  # what a busy machine starves runs again
     assert alive() == []
 
 
