@@ -24,7 +24,7 @@ from tests.support.small_models import tiny_calling
 
 WARM = 2
 """Calls of each episode that only warm up."""
-ROUNDS, WIDE_ROUNDS = 20, 6
+ROUNDS, WIDE_ROUNDS = 20, 20
 """Pairs of runs, after one that warms up; and of those that take longer."""
 SMALL: dict[str, Any] = {"epochs": 1, "rollout.tasks_per_iteration": 1, "dataset.name": "arithmetic"}
 CALLING = SMALL | {"algorithm.name": "reinforce", "rollout.max_new_tokens": 16}
