@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from agentrl.api.curve import Curve
     from agentrl.api.episode import Episodes, StoredEpisode
     from agentrl.api.lists import Rows, Table
+    from agentrl.api.place import InMemoryStore
     from agentrl.api.run import Run, StoredPolicy
+    from agentrl.api.run_trainer import Trainer
     from agentrl.api.store import Store
     from agentrl.api.store import open_store as open
     from agentrl.workflow.agents import LLM, AgentTask, Answer
+    from agentrl.workflow.algorithms import Algorithm
+    from agentrl.workflow.envs import Env
     from agentrl.workflow.errors import AgentRLError
+    from agentrl.workflow.hooks import Hook
     from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 if not (Path(__file__).parent / "workflow").is_dir():
@@ -35,10 +40,14 @@ __all__ = [
     "LLM",
     "AgentRLError",
     "AgentTask",
+    "Algorithm",
     "Answer",
     "Curve",
+    "Env",
     "Episode",
     "Episodes",
+    "Hook",
+    "InMemoryStore",
     "Message",
     "Rows",
     "Run",
@@ -48,16 +57,22 @@ __all__ = [
     "StoredPolicy",
     "Table",
     "Task",
+    "Trainer",
     "open",
 ]
 _PLACES = {
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
     "agentrl.api.lists": ("Rows", "Table"),
+    "agentrl.api.place": ("InMemoryStore",),
     "agentrl.api.run": ("Run", "StoredPolicy"),
     "agentrl.api.store": ("Store", "open"),
+    "agentrl.api.run_trainer": ("Trainer",),
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),
+    "agentrl.workflow.algorithms": ("Algorithm",),
+    "agentrl.workflow.envs": ("Env",),
     "agentrl.workflow.errors": ("AgentRLError",),
+    "agentrl.workflow.hooks": ("Hook",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Step", "Task"),
 }
 """Where what is public is made."""

@@ -13,49 +13,9 @@ from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.resolve import parse_weights
+from agentrl.workflow.resolve import FLAGS, parse_weights
 
 _DEFAULTS = RunConfig().flat()
-FLAGS = {
-    "dataset": "dataset.name",
-    "split": "dataset.split",
-    "epochs": "epochs",
-    "iterations": "iterations",
-    "model": "model.path",
-    "env": "env",
-    "tools": "tools",
-    "reward": "rewards",
-    "hook": "hooks",
-    "agent": "agent.name",
-    "agent_network": "agent.network",
-    "agent_unsafe": "agent.unsafe",
-    "agent_sandbox": "agent.sandbox",
-    "algorithm": "algorithm.name",
-    "trainer": "update.trainer",
-    "engine": "rollout.engine",
-    "group_size": "rollout.group_size",
-    "tasks_per_iteration": "rollout.tasks_per_iteration",
-    "batch_size": "update.batch_size",
-    "gradient_accumulation_steps": "update.gradient_accumulation_steps",
-    "max_new_tokens": "rollout.max_new_tokens",
-    "max_steps": "rollout.max_steps",
-    "max_staleness": "rollout.max_staleness",
-    "max_samples": "dataset.max_samples",
-    "temperature": "rollout.temperature",
-    "learning_rate": "update.learning_rate",
-    "lora": "model.lora",
-    "lora_r": "model.lora_r",
-    "load_in_4bit": "model.load_in_4bit",
-    "trust_remote_code": "model.trust_remote_code",
-    "tool_format": "model.tool_format",
-    "chat_template": "model.chat_template",
-    "eval_every": "eval.every",
-    "save_every": "update.save_every",
-    "seed": "seed",
-    "name": "name",
-    "output_dir": "output_dir",
-}
-"""Flag of `submit` -> key of the config."""
 
 _PANELS = {
     "dataset": "What it learns from",

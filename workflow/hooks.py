@@ -4,6 +4,7 @@ Hooks run inside the workers, in the order given. A hook that raises fails its e
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
@@ -37,20 +38,20 @@ class Hook:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """One instance of each named hook class (`package.module:ClassName`).
+    """One instance of each named hook: of a class (`package.module:ClassName`), or a copy of what stands there.
 
     Raises:
-        ConfigError: a path leads to no such class, or the class cannot be made without arguments.
+        ConfigError: a path leads to no hook, or the class cannot be made without arguments.
     """
     return tuple(_make_hook(path) for path in paths)
 
 
 def _make_hook(path: str) -> Hook:
     found = find("hooks", path)
-    if not (isinstance(found, type) and issubclass(found, Hook)):
-        raise ConfigError(
-            f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(agentrl.workflow.hooks.Hook)."
-        )
+    if not (isinstance(found, Hook) or (isinstance(found, type) and issubclass(found, Hook))):
+        raise ConfigError(f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(agentrl.Hook).")
+    if isinstance(found, Hook):
+        return deepcopy(found)
     try:
         return found()
     except Exception as error:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from agentrl.old_names import spelled_before
 from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.settings import Settings, settings
 
 KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats")
 _CLASSES = {
@@ -27,11 +28,18 @@ _CLASSES = {
     "algorithms": "Algorithm", "tool_formats": "ToolFormat",
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
+CODE_PREFIX = "agentrl_code_"
+"""What modules are called that were written for what stood in a notebook or a script, with their content's hash behind it."""
 MOST_FILES = 1000
 """The files of a folder among which a misspelt module is looked for."""
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _import_lock = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
+
+
+def code_folder(where: Settings) -> Path:
+    """Where modules lie that were written for what stood in a notebook or a script."""
+    return where.root / "code"
 
 
 def names(kind: str) -> list[str]:
@@ -106,9 +114,9 @@ def _own_object(kind: str, name: str) -> Any:
 
 def _user_object(kind: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last: a person's `workers` folder is not ours
+    for place in (str(Path.cwd()), *([str(code_folder(settings()))] if path.startswith(CODE_PREFIX) else [])):
+        if place not in sys.path:
+            sys.path.append(place)  # last: a person's `workers` folder is not ours
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
     if module_name not in sys.modules:
@@ -164,6 +172,8 @@ def _where(error: BaseException) -> str:
 
 
 def _check(kind: str, name: str, found: Any) -> None:
+    if kind == "hooks":  # a class, or what one has made: `load_hooks` tells
+        return
     if kind not in _CLASSES:
         fits, wanted = callable(found), "nothing that can be called"
     else:

@@ -23,6 +23,46 @@ LARGEST_FILE = 1 << 20
 MOST_DIGITS = 100
 SHORT = {"agent": "agent.name"}
 """A section that is given as one text -> the key that the text is."""
+FLAGS = {
+    "dataset": "dataset.name",
+    "split": "dataset.split",
+    "epochs": "epochs",
+    "iterations": "iterations",
+    "model": "model.path",
+    "env": "env",
+    "tools": "tools",
+    "reward": "rewards",
+    "hook": "hooks",
+    "agent": "agent.name",
+    "agent_network": "agent.network",
+    "agent_unsafe": "agent.unsafe",
+    "agent_sandbox": "agent.sandbox",
+    "algorithm": "algorithm.name",
+    "trainer": "update.trainer",
+    "engine": "rollout.engine",
+    "group_size": "rollout.group_size",
+    "tasks_per_iteration": "rollout.tasks_per_iteration",
+    "batch_size": "update.batch_size",
+    "gradient_accumulation_steps": "update.gradient_accumulation_steps",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "max_steps": "rollout.max_steps",
+    "max_staleness": "rollout.max_staleness",
+    "max_samples": "dataset.max_samples",
+    "temperature": "rollout.temperature",
+    "learning_rate": "update.learning_rate",
+    "lora": "model.lora",
+    "lora_r": "model.lora_r",
+    "load_in_4bit": "model.load_in_4bit",
+    "trust_remote_code": "model.trust_remote_code",
+    "tool_format": "model.tool_format",
+    "chat_template": "model.chat_template",
+    "eval_every": "eval.every",
+    "save_every": "update.save_every",
+    "seed": "seed",
+    "name": "name",
+    "output_dir": "output_dir",
+}
+"""Flag of `submit`, which is also a keyword of the Trainer -> key of the config."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
 """Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
 

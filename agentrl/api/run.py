@@ -35,6 +35,11 @@ class Run:
         self.id = row.id
 
     @property
+    def store_url(self) -> str:
+        """Of the database that it is in."""
+        return self._db.url
+
+    @property
     def row(self) -> RunRow:
         """Its columns as they are now, as in `v_runs`: status, iterations, last and best reward, seconds."""
         return run_rows.describe_run(self._db, self.name)

@@ -26,6 +26,11 @@ class Store:
         self._settings = where
         self._db = Reader(where.database, self._open_whole)
 
+    @property
+    def url(self) -> str:
+        """Of its database."""
+        return self._settings.database
+
     def runs(self, **chosen: Any) -> Rows[RunRow, Run]:
         """Its runs, the newest first; a filter may choose (`status`, `kind`, `dataset`, `model`, `text` in the name).
 

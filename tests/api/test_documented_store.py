@@ -1,4 +1,4 @@
-"""What the manual shows of a store in Python, run as it is shown on what a real run left."""
+"""What the manual shows of training and of a store in Python, run as it is shown."""
 
 import subprocess
 import sys
@@ -24,16 +24,25 @@ def test_the_shown_code_reads_a_real_run_samples_from_its_policy_and_saves_it(sh
         assert f"<run {run}: done" in said
         assert f"<curve of {run}: " in said
         assert (tmp_path / "a-model" / "model.safetensors").is_file()
-        shown = (ROOT / "README.md").read_text().split("import agentrl\n")[1].split("```")[0]
-        seen = _run(f"import agentrl\n{shown.replace('run.best', 'run.last')}", stack.environment, tmp_path, "-i")
-        assert seen.startswith(f"(<curve of {run}: ")
-        assert "Message(role='assistant'" in seen
 
 
-def _run(code: str, environment: dict[str, str], folder: Path, *how: str) -> str:
-    """What it prints; with `-i` what a notebook would show of each line, too."""
-    command = [sys.executable, "-q", *how] if how else [sys.executable, "-c", code]
-    done = subprocess.run(command, input=code if how else None, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+def test_the_shown_code_trains_on_rows_with_a_function_of_its_own(short_folder: Path, tmp_path: Path) -> None:
+    model = tiny_calling(tmp_path / "tiny", layers=4, width=128)
+    (manual,) = between(DOCS / "how-to.md", "train from python", "python")
+    readme = f"import agentrl\n{(ROOT / 'README.md').read_text().split('import agentrl')[1].split('```')[0]}"
+    *lines, shown = readme.replace("epochs=3", "epochs=1").rstrip().splitlines()
+    with embedded_stack(short_folder, idle_seconds="3600") as stack:
+        for code in (manual, "\n".join([*lines, f"print({shown})"])):
+            said = _run(code.replace('"tiny"', repr(str(model))), stack.environment, tmp_path)
+            assert ": done after" in said
+            assert "<curve of train-" in said
+        assert "Message(role='assistant'" in said
+
+
+def _run(code: str, environment: dict[str, str], folder: Path) -> str:
+    """What the script prints."""
+    (folder / "shown.py").write_text(code)
+    command = [sys.executable, "shown.py"]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

@@ -16,6 +16,8 @@ from pathlib import Path
 from agentrl.workers.agents import domain
 from agentrl.workers.agents.guardian import Order, Report, receive, send
 from agentrl.workflow.errors import InfraError
+from agentrl.workflow.plugins import code_folder
+from agentrl.workflow.settings import settings
 
 START_SECONDS = 120.0
 """Time for an agent's module to be imported."""
@@ -53,7 +55,8 @@ class AgentServer:
     def __post_init__(self) -> None:
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "agentrl.workers.agents.server"]
-        command += [str(theirs.fileno()), self.spec, json.dumps(sys.path)]
+        paths = [*sys.path, str(code_folder(settings()))]  # its environment names no data folder
+        command += [str(theirs.fileno()), self.spec, json.dumps(paths)]
         with theirs:
             self._process = subprocess.Popen(
                 command,

@@ -26,8 +26,10 @@ START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
 """The time that a command has to write its run, after it asked for the stack, before the stack counts as idle."""
 STOP_SECONDS = 40.0
-ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL",)
-"""Variables that must have the same value for a stack's workers and a command, which else would see different runs."""
+ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL", "AGENTRL_AGENTS")
+"""Variables that must have the same value for a stack's workers and a command, which else would see different runs, or have
+another number of agents at once.
+"""
 
 PATH_VARIABLES = ("PYTHONPATH", "PWD")
 """Variables that decide where modules are found."""

@@ -49,8 +49,8 @@ SWITCH_SECONDS = 0.0005
 times for a token, and beside one busy thread took five times as long as alone; so did a tool call.
 """
 
-CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1, "agents": 16}
-"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool, an agents job for its agent."""
+CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
+"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool; those of agents are a setting."""
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
@@ -75,7 +75,7 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     elif roles == ["endpoint"]:
         import_module(MODULES["endpoint"]).run(**listening)
     else:
-        _run_queues(roles, concurrency or sum(CONCURRENCY[role] for role in roles))
+        _run_queues(roles, concurrency or sum(CONCURRENCY.get(role, settings().agents) for role in roles))
 
 
 def set_up_logging() -> None:
@@ -193,7 +193,7 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
 
 
 def _run_agents_beside() -> None:
-    make_worker(["agents"], CONCURRENCY["agents"]).start()
+    make_worker(["agents"], settings().agents).start()
 
 
 if __name__ == "__main__":

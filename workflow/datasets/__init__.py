@@ -67,6 +67,20 @@ def load_tasks(config: DatasetConfig) -> LoadedTasks:
     return LoadedTasks(tasks, env, tuple(skipped))
 
 
+def env_of(config: DatasetConfig) -> str:
+    """Name of the env for the dataset's tasks; none of them is read.
+
+    Raises:
+        ConfigError: there is no such dataset.
+    """
+    if config.name.endswith(".jsonl"):
+        from agentrl.workflow.datasets import code, jsonl  # they import this file
+
+        return code.ENV if code.is_code(Path(config.name)) else jsonl.ENV
+    dataset: Dataset = find("datasets", config.name)
+    return dataset.env
+
+
 def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
     try:
         tasks = tuple(islice(found(), config.max_samples))

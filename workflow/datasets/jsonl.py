@@ -1,8 +1,9 @@
 """jsonl: any file of JSON lines as a dataset. `--dataset FILE.jsonl`
 
 One object per line: `question` or `prompt` (text) or `messages` (a list of `{"role", "content"}`), and `answer` or
-`reference` (text or a number). All other keys become the task's metadata. The file is UTF-8, with or without a byte-order mark,
-with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's name and line.
+`reference` (text or a number; `"reference": null` where there is none). All other keys become the task's metadata. The file is
+UTF-8, with or without a byte-order mark, with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's
+name and line.
 
 All malformed lines are reported at once, so that a file can be repaired in one go.
 """
@@ -220,6 +221,8 @@ def _refuse_large(size: int) -> None:
 
 
 def _reference(name: str, value: object) -> str:
+    if name == "reference" and value is None:
+        return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{Decimal(repr(value)):f}"
     return plain_text(name, value)

@@ -66,6 +66,7 @@ class Reader:
             url: the database's URL.
             open_whole: opens the whole database if the driver does not suffice.
         """
+        self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
         self._open_whole = open_whole
         self._known = False

@@ -1,0 +1,85 @@
+"""Datasets that a person passes as values: written once, as a file of JSON lines whose name is its content's hash."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow.datasets import Dataset
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.trajectory import Task
+
+MOST_ROWS = 10_000_000
+REFERENCES = ("answer", "reference")
+EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": [...], "reference": ...}.'
+
+
+def name_of(dataset: Any, what: str, where: Settings) -> str | None:
+    """What a run's config calls the dataset: a name, or a file that is written for it; None for a Dataset value.
+
+    Args:
+        dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, a DataFrame.
+        what: "train" or "val", for the file's name.
+        where: the settings with the data folder.
+
+    Raises:
+        DatasetError: it is none of these, it is empty, or a row is none.
+    """
+    if isinstance(dataset, str | Path):
+        return str(dataset)
+    if isinstance(dataset, Dataset):
+        return None
+    lines = [_line(number, row) for number, row in enumerate(islice(_rows(dataset), MOST_ROWS))]
+    if not lines:
+        raise DatasetError(f"The {what}_dataset has no row.", EXAMPLE)
+    text = "\n".join(lines) + "\n"
+    folder = where.root / "datasets"
+    file = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{file.name}.{os.getpid()}"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    return str(file)
+
+
+def _rows(dataset: Any) -> Iterable[Any]:
+    if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame
+        return list(dataset.to_dict("records"))
+    if isinstance(dataset, Mapping) or not isinstance(dataset, Iterable):
+        said = f"A dataset is a name, a path, or rows, not {type(dataset).__name__!r}"
+        splits = f", of which it has several: {', '.join(map(str, islice(dataset, 8)))}" if isinstance(dataset, Mapping) else ""
+        raise DatasetError(f"{said}{splits}.", EXAMPLE)
+    return dataset
+
+
+def _line(number: int, row: Any) -> str:
+    """The row as a line of JSON.
+
+    Raises:
+        DatasetError: it is none.
+    """
+    if isinstance(row, Task):
+        messages = [{"role": message.role, "content": message.content} for message in row.messages]
+        row = {**row.metadata, "messages": messages, "reference": row.reference or None}
+    if not isinstance(row, Mapping):
+        raise DatasetError(f"Row {number} is a {type(row).__name__}, not a mapping.", EXAMPLE)
+    whole = {str(key): value for key, value in row.items()}
+    if not any(name in whole for name in REFERENCES):
+        whole["reference"] = None
+    try:
+        return json.dumps(whole, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DatasetError(f"Row {number} cannot be written as JSON: {error}.", EXAMPLE) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy, pandas or the like as one of JSON's."""
+    for name in ("tolist", "item", "isoformat"):
+        if callable(getattr(value, name, None)):
+            return getattr(value, name)()
+    raise TypeError(f"a {type(value).__name__} is nothing that JSON has")

@@ -1,0 +1,100 @@
+"""Names by which workers find what a person passes as an object: `package.module:name`.
+
+What another process can import has such a name already. What was written in a notebook or a script is written once more, into
+a module in the data folder whose name is its content's hash, so that a run can be resumed and scored again long after.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agentrl.api.captured import MAIN, Captured, Importable
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import CODE_PREFIX, code_folder
+from agentrl.workflow.settings import Settings
+
+FORBIDDEN = "Put it into a module on the workers' PYTHONPATH, and pass 'module:name'."
+
+
+def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
+    """Where workers find the object; a text is taken as the path that it is.
+
+    Args:
+        value: a function, a class, or an object of either.
+        name: what it is called in a module that is written for it, where it has no name of its own.
+        where: the settings with the data folder.
+        is_local: whether the workers read this machine's files.
+
+    Raises:
+        ConfigError: they would not find it, and what to do.
+    """
+    if isinstance(value, str):
+        return value
+    found = _found_again(value)
+    importable = Importable((*_places(), str(Path.cwd())))
+    if found is not None and found[0] != MAIN:
+        if importable(found[0]):
+            return ":".join(found)
+        if is_local:
+            said = f"{found[1]!r} is of the module {found[0]!r}, which workers do not find."
+            raise ConfigError(said, "Put its folder on PYTHONPATH, or start this in its folder.")
+    if not is_local:
+        raise ConfigError(f"Workers on other machines do not find {_called(value)!r}, which was written here.", FORBIDDEN)
+    made = Captured(importable)
+    if inspect.isfunction(value) or inspect.isclass(value):
+        name = value.__name__
+        made.add(name, value)
+    else:
+        made.add_instance(name, value)
+    return f"{_written(made.text, where)}:{name}"
+
+
+def _found_again(value: Any) -> tuple[str, str] | None:
+    """The module and the name there under which the object stands, be it a function, a class or a value."""
+    module = getattr(value, "__module__", "")
+    named = getattr(value, "__qualname__", "")
+    if named and getattr(sys.modules.get(module), named, None) is value:
+        return module, named
+    if named:
+        return None
+    for other in list(sys.modules.values()):
+        name = getattr(other, "__name__", MAIN)
+        if name == MAIN or not isinstance(other, type(sys)):
+            continue
+        for key, held in list(vars(other).items()):
+            if held is value:
+                return name, key
+    return None
+
+
+def _called(value: Any) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _written(text: str, where: Settings) -> str:
+    """The name of the module with that text."""
+    name = f"{CODE_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = code_folder(where)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.py"
+    if not file.exists():
+        beside = folder / f".{name}.{os.getpid()}"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    return name
+
+
+@cache
+def _places() -> tuple[str, ...]:
+    """The folders in which a worker that is started here finds modules, beside the one in which it is started."""
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return tuple(str(Path(place).absolute()) for place in json.loads(said.stdout) if place)

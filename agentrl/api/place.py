@@ -1,0 +1,105 @@
+"""Where a Trainer's runs are: a data folder, a database, or a folder of its own that is gone with this process."""
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.api.store import FILE, Store, open_store
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.settings import Settings, is_url, settings
+
+MEMORY = ":memory:"
+COMMAND = (sys.executable, "-P", "-m", "agentrl.cli")
+"""The command line, as a process of its own: what it starts and opens is not this process's."""
+
+
+class InMemoryStore:
+    """A store that is gone with this process: for trying things. Its models are those of the data folder here."""
+
+    def __init__(self) -> None:
+        """Makes its folder, which is removed when this process ends, after the workers in it were stopped."""
+        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
+        atexit.register(self.close)
+        models = settings().models_dir
+        models.mkdir(parents=True, exist_ok=True)
+        (self.folder / "models").symlink_to(models)
+
+    def close(self) -> None:
+        """Stops its workers and removes it; may be repeated."""
+        if self.folder.exists():
+            atexit.unregister(self.close)
+            if (self.folder / "stack").exists():
+                subprocess.run([*COMMAND, "down"], env=Place.of(self.folder).environment(), capture_output=True, check=False)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        return f"<store in {str(self.folder)!r}, gone with this process>"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What commands are told of where their runs are.
+
+    Args:
+        variables: environment variables, empty where one of this process is to be left out.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "Place":
+        """The place that a person means: a folder, a SQLite file, a URL, a store; None: where the commands' runs are.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        match store:
+            case None:
+                return cls()
+            case InMemoryStore():
+                return cls.of(store.folder)
+            case Store():
+                return cls({"AGENTRL_DATABASE_URL": store.url})
+            case str() | Path() if str(store):
+                return cls(_variables_of(str(store)))
+        raise ConfigError(
+            f"A store is a folder, a file, a URL or a Store, not {store!r:.80}.", 'Write store="sqlite:///runs.db", say.'
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of a process there."""
+        names = {f"AGENTRL_{name.upper()}": name for name in Settings.model_fields}
+        given = {names[variable]: value for variable, value in self.variables.items() if variable in names}
+        return Settings.model_validate(settings().model_dump() | given)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The environment of a process there."""
+        return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if value}
+
+    def open(self) -> Store:
+        """Its store, for reading.
+
+        Raises:
+            NotFoundError: nothing is stored there yet.
+        """
+        return open_store(self.settings.database) if self.variables else open_store()
+
+
+def _variables_of(store: str) -> dict[str, str]:
+    if store == MEMORY:
+        raise ConfigError("A store in memory is one object, which several may share.", "Pass store=agentrl.InMemoryStore().")
+    path = Path(store.removeprefix("sqlite:///") if store.startswith("sqlite:///") else store).expanduser()
+    if is_url(store) and not store.startswith("sqlite:///"):
+        return {"AGENTRL_DATABASE_URL": store}
+    if is_url(store) or path.suffix in (".db", ".sqlite", ".sqlite3"):
+        return {"AGENTRL_DATABASE_URL": f"sqlite:///{path.absolute()}"}
+    if path.is_file():
+        raise ConfigError(f"{store!r} is a file, and not one that is called like a database.", f"Name it {FILE}, or a folder.")
+    return {"AGENTRL_HOME": str(path.absolute()), "AGENTRL_DATABASE_URL": ""}

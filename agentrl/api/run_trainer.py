@@ -1,0 +1,283 @@
+"""`agentrl.Trainer`: a run from Python. It is submitted, and followed, as the command line does it."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from agentrl.api import command_process, given_rows, importable
+from agentrl.api.place import InMemoryStore, Place
+from agentrl.api.run import Run
+from agentrl.api.store import Store
+from agentrl.workflow.algorithms import Algorithm
+from agentrl.workflow.config import KEYS, DatasetConfig, flatten
+from agentrl.workflow.datasets import env_of
+from agentrl.workflow.envs import Env
+from agentrl.workflow.errors import ConfigError, StateError, did_you_mean
+from agentrl.workflow.plugins import CODE_PREFIX, find
+from agentrl.workflow.resolve import FLAGS, read_yaml
+
+if TYPE_CHECKING:
+    from agentrl.api.live import Live
+
+Strategy = Literal["processes", "cluster"]
+EVAL_EVERY = 10
+"""How often a run measures itself on a val_dataset where nothing else is said."""
+GOES_ON = ("paused", "failed")
+
+
+class Trainer:
+    """Trains a policy, by what the command line types as `agentrl submit`.
+
+    Args:
+        algorithm: a name ("grpo", "ppo", ...) or an `Algorithm`.
+        agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, its path, or "cmd:PROGRAM ...";
+            None: the built-in loop.
+        model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
+        env: what the built-in loop acts in, and what rewards it; a name, a path or an `Env`; None: the dataset's own.
+        rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
+            what the env would give counts only where it is named.
+        hooks: `Hook` objects, classes or paths.
+        store: where its rows are: a data folder, a SQLite file, a URL, a `Store`; None: where the commands' are.
+        strategy: "processes": workers of this machine, started where none run; "cluster": those of a broker
+            (AGENTRL_BROKER_URL), which are there already.
+        n_runners: agents at once, in workers that are started here.
+        config: a YAML file, beneath everything else.
+        options: any key of the config, by its flag's name (`group_size=8`), as a section (`rollout={"group_size": 8}`) or as
+            it is written in full (`**{"rollout.group_size": 8}`).
+
+    Raises:
+        ConfigError: there is no such option, or an object is none that workers can have.
+    """
+
+    def __init__(
+        self,
+        algorithm: "str | Algorithm | None" = None,
+        *,
+        agent: Any = None,
+        model: str | Path | None = None,
+        env: "str | Env | None" = None,
+        rewards: Any = (),
+        hooks: Sequence[Any] = (),
+        store: "str | Path | Store | InMemoryStore | None" = None,
+        strategy: Strategy = "processes",
+        n_runners: int | None = None,
+        config: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        if strategy not in ("processes", "cluster"):
+            raise ConfigError(
+                f"There is no strategy {strategy!r:.40}.", 'Pass "processes", or "cluster" for workers elsewhere.'
+            )
+        self._place = Place.of(store)
+        self._is_local = strategy == "processes"
+        self._variables = self._strategy_variables(n_runners)
+        self._agent, self._algorithm, self._env = agent, algorithm, env
+        self._hooks, self._rewards = hooks, rewards
+        self._keys = (read_yaml(Path(config)) if config is not None else {}) | keys_of(options)
+        if model is not None:
+            self._keys["model.path"] = str(model)
+        self._attached: str | None = None
+        self.run: Run | None = None
+
+    @classmethod
+    def attach(cls, run: "str | int | Run", store: "str | Path | Store | InMemoryStore | None" = None, **more: Any) -> Self:
+        """A Trainer of a run that is stored already: `fit()` sets it going again where it has stopped, and follows it.
+
+        Args:
+            more: `strategy` and `n_runners`, as ever.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        place = store if store is not None or not isinstance(run, Run) else run.store_url
+        made = cls(store=place, **more)
+        made.run = run if isinstance(run, Run) else made._place.open().run(run)
+        made._attached = made.run.name
+        return made
+
+    def fit(
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, wait: bool = True, **options: Any
+    ) -> Run:
+        """Trains to the end, and returns the run.
+
+        Ctrl-C pauses the run, which loses nothing: `Trainer.attach(name).fit()` goes on.
+
+        Args:
+            agent: as in the Trainer, in whose place it stands.
+            train_dataset: a name, a file, rows as mappings, a Hugging Face dataset, a DataFrame.
+            val_dataset: the same, of tasks that it does not train on; the policy is measured on them.
+            wait: False: return once the run is submitted; its workers go on.
+            options: as in the Trainer, before which they come.
+
+        Raises:
+            AgentRLError: what was asked cannot be trained, and why; or the run has ended otherwise than done.
+        """
+        if self._attached is not None:
+            _refuse_new(agent, train_dataset, val_dataset, options)
+            name = self._go_on()
+        else:
+            name = self._submit(self.config(agent, train_dataset, val_dataset, **options))
+        self.run = self._place.open().run(name)
+        return self._follow(self.run) if wait else self.run
+
+    def config(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Any) -> dict[str, Any]:
+        """The keys that `fit` submits, with names in place of objects: what a config file of the same run says.
+
+        Raises:
+            ConfigError, DatasetError: as `fit`.
+        """
+        keys = self._keys | keys_of(options)
+        keys |= self._named("algorithm.name", self._algorithm, "algorithm") | self._named("env", self._env, "env")
+        keys |= self._named("agent.name", agent if agent is not None else self._agent, "solve")
+        _refuse_in_sandbox(keys)
+        keys |= self._dataset_keys(train_dataset, val_dataset)
+        if hooks := [self._path(hook, f"hook_{number}") for number, hook in enumerate(_listed(self._hooks))]:
+            keys["hooks"] = [*keys.get("hooks", ()), *hooks]
+        weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
+        if weights:
+            keys["rewards"] = self._unnamed_rewards(keys) | dict(keys.get("rewards", {})) | weights
+        return keys
+
+    def _named(self, key: str, value: Any, name: str) -> dict[str, str]:
+        return {} if value is None else {key: self._path(value, name)}
+
+    def _path(self, value: Any, name: str) -> str:
+        return importable.path_of(value, name, self._place.settings, self._is_local)
+
+    def _dataset_keys(self, train: Any, val: Any) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        for section, what, given in (("dataset", "train", train), ("eval", "val", val)):
+            if given is None:
+                continue
+            named = given_rows.name_of(given, what, self._place.settings)
+            keys["dataset.name" if section == "dataset" else "eval.dataset"] = named or self._path(given, f"{what}_dataset")
+            if section == "eval":
+                keys |= {"eval.every": self._keys.get("eval.every", EVAL_EVERY)}
+                keys |= {"eval.split": "train"} if str(named).endswith(".jsonl") and "eval.split" not in self._keys else {}
+        return keys
+
+    def _unnamed_rewards(self, keys: Mapping[str, Any]) -> dict[str, float]:
+        """The rewards of the env, which are kept beside the run's own and do not count."""
+        env = keys.get("env")
+        if env is None and "dataset.name" in keys:
+            split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
+            env = env_of(DatasetConfig(name=str(keys["dataset.name"]), **split))
+        return {} if env is None else dict.fromkeys(find("envs", str(env)).rewards, 0.0)
+
+    def _submit(self, keys: Mapping[str, Any]) -> str:
+        with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
+            file = Path(folder) / "run.yaml"
+            file.write_text(json.dumps(_nested(keys)), encoding="utf-8")  # which YAML reads
+            made = command_process.ask(self._place, "submit", "--config", str(file), "--json", environment=self._variables)
+        return str(made["run"])
+
+    def _go_on(self) -> str:
+        assert self.run is not None
+        name, status = self.run.name, self.run.status
+        if status == "cancelled":
+            raise StateError(f"{name} was cancelled, and does not go on.", "Fork an episode of it, or train a run anew.")
+        if status in GOES_ON or status == "running":
+            command_process.ask(self._place, "resume", name, "--json", environment=self._variables)
+        return name
+
+    def _follow(self, run: Run) -> Run:
+        from agentrl.api.live import Live
+
+        try:
+            with Live(run) as live:
+                self._show(run, live)
+        except KeyboardInterrupt:
+            command_process.ask(self._place, "pause", run.name, "--json", quiet=True)
+            print(f"{run.name} is paused, nothing is lost. Go on: Trainer.attach({run.name!r}).fit()", file=sys.stderr)
+            raise
+        row = run.row
+        if row.status != "done":
+            raise StateError(
+                f"{run.name} is {row.status}{f': {row.reason}' if row.reason else ''}.",
+                f"Once that is mended: Trainer.attach({run.name!r}).fit()",
+            )
+        return run
+
+    def _show(self, run: Run, live: "Live") -> None:
+        for line in command_process.follow(self._place, run.name):
+            live.show(line)
+
+    def _strategy_variables(self, n_runners: int | None) -> dict[str, str]:
+        broker = self._place.settings.broker_url
+        if not self._is_local:
+            if not broker:
+                raise ConfigError("A cluster has a broker, and none is named.", "Set AGENTRL_BROKER_URL to its Redis.")
+            if n_runners is not None:
+                said = "Workers that are there already are not told how many agents to run at once."
+                raise ConfigError(said, "Start them so: agentrl worker agents --concurrency N; leave n_runners out.")
+            return {}
+        if n_runners is not None and not (type(n_runners) is int and 1 <= n_runners <= 10_000):
+            raise ConfigError(f"n_runners is a whole number from 1 to 10000, not {n_runners!r:.40}.")
+        return {} if n_runners is None else {"AGENTRL_AGENTS": str(n_runners)}
+
+    def __repr__(self) -> str:
+        return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
+
+
+def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as keys of the config.
+
+    Raises:
+        ConfigError: there is no such option; with the nearest.
+    """
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    leaves: dict[str, list[str]] = {}
+    for key in KEYS:
+        leaves.setdefault(key.rpartition(".")[2], []).append(key)
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in KEYS:
+            found[name] = value
+        elif name in sections and isinstance(value, Mapping):
+            found |= dict(flatten({name: value}))
+        elif name in FLAGS:
+            found[FLAGS[name]] = value
+        elif len(leaves.get(name, ())) == 1:
+            found[leaves[name][0]] = value
+        elif name in leaves:
+            raise ConfigError(f"The option {name!r} is several: {', '.join(leaves[name])}.", "Write it in full.")
+        else:
+            near = did_you_mean(name[:100], [*KEYS, *FLAGS, *leaves])
+            raise ConfigError(f"There is no option {name!r:.100}.", near)
+    return found
+
+
+def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _weighed(given: Any) -> Iterator[tuple[Any, float]]:
+    if isinstance(given, Mapping):
+        yield from given.items()
+        return
+    for reward in _listed(given):
+        yield (reward[0], reward[1]) if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
+
+
+def _refuse_in_sandbox(keys: Mapping[str, Any]) -> None:
+    if keys.get("agent.sandbox") and str(keys.get("agent.name", "")).startswith(CODE_PREFIX):
+        raise ConfigError(
+            "A function of a notebook or a script is written into the data folder, which the sandbox hides.",
+            "Put it into a file of its own, and import it.",
+        )
+
+
+def _refuse_new(agent: Any, train: Any, val: Any, options: Mapping[str, Any]) -> None:
+    if agent is not None or train is not None or val is not None or options:
+        raise ConfigError("A run that goes on is as it was submitted.", "Call fit() without arguments, or make a new Trainer.")

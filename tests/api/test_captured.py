@@ -1,0 +1,211 @@
+"""What stands in a notebook or a script is taken along as a module; what cannot be is refused with what to do."""
+
+import importlib.util
+import json as js
+import linecache
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.api.captured import Captured, Importable, literal
+from agentrl.api.importable import path_of
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import find
+from agentrl.workflow.settings import settings
+
+ROOT = Path(__file__).parents[2]
+HERE = Importable([str(ROOT), *sys.path])
+
+CELL = '''
+import json
+import json as j
+from pathlib import Path
+from functools import lru_cache, wraps
+import threading
+import urllib.request
+import xml.etree.ElementTree as trees
+import importlib.metadata as about
+
+FACTOR = 3
+NAMES = {"one": [1, 2.5, None], "two": ("x",)}
+LOCK = threading.Lock()
+clash = 1
+
+def loud(function):
+    @wraps(function)
+    def inner(*given):
+        return function(*given) * FACTOR
+    return inner
+
+class Base:
+    """A base."""
+    start = FACTOR
+
+class Solver(Base):
+    def __init__(self, bias=0):
+        self.bias = bias
+
+    def rollout(self, task, llm):
+        return self.start + self.bias + helper(task)
+
+@lru_cache
+def helper(task):
+    text = """a text
+  with its own indents"""
+    return len(j.dumps(NAMES)) + even(2) + len(text)
+
+def parts(task, llm):
+    return urllib.request.urlopen.__name__, trees.fromstring("<a/>").tag, about.version("pytest")
+
+def even(n):
+    return True if n == 0 else odd(n - 1)
+
+def odd(n):
+    return False if n == 0 else even(n - 1)
+
+@loud
+def solve(task, llm, more=FACTOR):
+    LOCAL = [FACTOR for FACTOR in range(3)]
+    return helper(task) + more + len(LOCAL)
+
+def holds(task, llm):
+    with LOCK:
+        return 1
+
+def missing(task, llm):
+    return not_made_yet(task)
+
+def outer(bias):
+    def inside(task, llm):
+        return bias + FACTOR
+    return inside
+
+inside = outer(40)
+unnamed = lambda task, llm: 1
+solver = Solver(7)
+locked = Solver(LOCK)
+'''
+
+
+@pytest.fixture
+def cell() -> Iterator[Any]:
+    """A notebook's cell that was run: its names live in `__main__`, its source in linecache."""
+    name = "<ipython-input-1-abc>"
+    main = types.ModuleType("__main__")
+    linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    exec(compile(CELL, name, "exec"), vars(main))
+    yield main
+    sys.modules["__main__"] = before
+    del linecache.cache[name]
+
+
+def loaded(text: str, folder: Path) -> Any:
+    """A module of that text, as another process imports it."""
+    file = folder / "written.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location("written", file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_a_function_takes_along_what_it_names_and_does_the_same(cell: Any, tmp_path: Path) -> None:
+    made = Captured(HERE)
+    made.add("solve", cell.solve)
+    assert loaded(made.text, tmp_path).solve("t", None) == cell.solve("t", None)
+    for absent in ("Path", "LOCK", "Solver", "class ", "clash"):
+        assert absent not in made.text
+
+
+def test_a_part_of_a_package_is_imported_too(cell: Any, tmp_path: Path) -> None:
+    made = Captured(HERE)
+    made.add("parts", cell.parts)
+    assert "import urllib.request\n" in made.text
+    assert loaded(made.text, tmp_path).parts("t", None) == cell.parts("t", None)
+
+
+def test_a_class_takes_its_bases_along_and_an_object_what_it_holds(cell: Any, tmp_path: Path) -> None:
+    made = Captured(HERE)
+    made.add_instance("mine", cell.solver)
+    assert loaded(made.text, tmp_path).mine.rollout("t", None) == cell.solver.rollout("t", None)
+
+
+def test_a_function_made_by_another_takes_what_it_closes_over(cell: Any, tmp_path: Path) -> None:
+    made = Captured(HERE)
+    made.add("inside", cell.inside)
+    assert loaded(made.text, tmp_path).inside("t", None) == 43
+
+
+def test_a_name_that_is_not_there_yet_is_left_to_say_so_itself(cell: Any, tmp_path: Path) -> None:
+    made = Captured(HERE)
+    made.add("missing", cell.missing)
+    with pytest.raises(NameError, match="not_made_yet"):
+        loaded(made.text, tmp_path).missing("t", None)
+
+
+REFUSED: dict[str, tuple[Callable[[Captured, Any], None], str]] = {
+    "a lock": (lambda made, cell: made.add("holds", cell.holds), "'holds' uses 'LOCK', a lock of this process"),
+    "what an object holds": (lambda made, cell: made.add_instance("x", cell.locked), "The Solver holds 'bias', a lock"),
+    "a lambda": (lambda made, cell: made.add("unnamed", cell.unnamed), "A lambda has no name to be found by. Write it as def"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_lives_in_this_process_alone_is_refused_with_what_to_do(cell: Any, name: str) -> None:
+    take, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=said):
+        take(Captured(HERE), cell)
+
+
+def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hidden_rewards.py").write_text("def right(episode):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import hidden_rewards  # type: ignore[import-not-found]
+
+    with pytest.raises(ConfigError, match="Put its folder on PYTHONPATH"):
+        path_of(hidden_rewards.right, "reward", settings(), True)
+
+
+def test_a_source_that_is_gone_is_said_to_be(cell: Any) -> None:
+    linecache.cache["<ipython-input-1-abc>"] = (0, None, [], "<ipython-input-1-abc>")
+    with pytest.raises(ConfigError, match=r"The source of 'even' is not known here\. Write it"):
+        Captured(HERE).add("even", cell.even)
+
+
+@dataclass
+class Odd:
+    """Its repr is a constant's."""
+
+    value: int = 1
+
+    def __repr__(self) -> str:
+        return "1"
+
+
+def test_only_what_reads_back_as_itself_is_a_constant() -> None:
+    kept = (1, 2.5, "a\n'\"", b"\x00", None, True, (1,), [1, [2]], {"a": {1: None}}, {1, 2})
+    assert [literal(value) for value in kept] == [repr(value) for value in kept]
+    for value in (Odd(), [Odd()], float("nan"), threading.Lock(), js, "x" * 2_000_000, print, range(3)):
+        assert literal(value) is None
+
+
+def test_what_can_be_imported_is_named_and_what_cannot_is_written_by_its_content(cell: Any, home: Path) -> None:
+    where = settings()
+    assert path_of("any:path", "x", where, True) == "any:path"
+    assert path_of(literal, "x", where, True) == "agentrl.api.captured:literal"
+    first, second = (path_of(cell.even, "x", where, True) for _ in range(2))
+    assert first == second
+    assert len(list((where.root / "code").iterdir())) == 1
+    assert find("agents", first)(4) is True
+    with pytest.raises(ConfigError, match="Workers on other machines do not find 'even'"):
+        path_of(cell.even, "x", where, False)

@@ -1,0 +1,258 @@
+"""`agentrl.Trainer`: what a person types in Python becomes the run that the command line would make."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.api import command_process
+from agentrl.api.place import Place
+from agentrl.workflow.config import build
+from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, StateError
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from tests.support.played_runs import start, submission
+from tests.support.small_models import tiny_random
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"question": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(4)]
+
+
+def right(episode: agentrl.Episode) -> float:
+    """Whether it is."""
+    return float(episode.final_answer == episode.task.reference)
+
+
+def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
+    """Answers."""
+    return "1"
+
+
+class Counts(agentrl.Hook):
+    """A hook that holds a number."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+
+@pytest.fixture(autouse=True)
+def _home(home: Path) -> Iterator[None]:
+    yield
+    settings.cache_clear()
+
+
+def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("seed: 3\nrollout: {group_size: 2, max_new_tokens: 9}\n")
+    given: dict[str, Any] = {"group_size": 4, "update": {"epochs": 2}, "hooks": [Counts]}
+    trainer = agentrl.Trainer("grpo", agent=solve, rewards={right: 0.5, "format": 2.0}, config=tmp_path / "run.yaml", **given)
+    keys = trainer.config(train_dataset=ROWS, val_dataset="arithmetic", learning_rate=0.01)
+    made = build(keys)
+    assert (made.seed, made.rollout.group_size, made.rollout.max_new_tokens, made.update.epochs) == (3, 4, 9, 2)
+    assert made.agent is not None
+    assert (made.agent.name, made.hooks) == ("tests.api.test_trainer:solve", ("tests.api.test_trainer:Counts",))
+    assert made.rewards == {"numeric_answer": 0.0, "tests.api.test_trainer:right": 0.5, "format": 2.0}
+    assert (made.update.learning_rate, made.eval.dataset, made.eval.every, made.eval.split) == (0.01, "arithmetic", 10, "test")
+    assert [task.reference for task in load_tasks(made.dataset).tasks] == ["1", "2", "3", "4"]
+
+
+def test_rows_come_in_many_kinds_and_are_written_once() -> None:
+    import datasets
+    import pandas
+
+    task = agentrl.Task("t/1", (agentrl.Message("user", "Say it."),), "", {"level": 1})
+    for rows in (ROWS, tuple(ROWS), iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)):
+        keys = agentrl.Trainer().config(train_dataset=rows)
+        assert len(load_tasks(build(keys).dataset).tasks) == len(ROWS)
+    (file,) = (settings().root / "datasets").iterdir()
+    assert str(file) == keys["dataset.name"]
+    (read,) = load_tasks(build(agentrl.Trainer().config(train_dataset=[task])).dataset).tasks
+    assert (read.messages, read.reference, read.metadata) == (task.messages, "", {"level": 1})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
+    "an option that does not exist": ({"group_sise": 2}, ConfigError, "no option 'group_sise'. Did you mean 'group_size'"),
+    "an option of two sections": ({"warmup": 2}, ConfigError, "'warmup' is several: update.warmup, critic.warmup. Write it"),
+    "a strategy": ({"strategy": "threds"}, ConfigError, "no strategy 'threds'"),
+    "a cluster without a broker": ({"strategy": "cluster"}, ConfigError, "none is named. Set AGENTRL_BROKER_URL"),
+    "runners": ({"n_runners": 0}, ConfigError, "n_runners is a whole number"),
+    "a store": ({"store": 7}, ConfigError, "not 7"),
+    "a store in memory": ({"store": ":memory:"}, ConfigError, "agentrl.InMemoryStore"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_option_is_refused_with_the_nearest(name: str) -> None:
+    options, kind, said = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        agentrl.Trainer(**options)
+    assert said in str(caught.value)
+    assert "Traceback" not in "".join(caught.value._render_traceback_())
+
+
+NO_ROWS: dict[str, tuple[Any, str]] = {
+    "nothing": ([], "has no row"),
+    "a number": (7, "not 'int'"),
+    "splits": ({"train": ROWS, "test": ROWS}, "of which it has several: train, test"),
+    "a text for a row": (["What is 2?"], "Row 0 is a str"),
+    "NaN": ([{"question": "What?", "answer": float("nan")}], "Row 0 cannot be written as JSON"),
+    "an object": ([{"question": "What?", "answer": object()}], "Row 0 cannot be written as JSON: a object"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_what_are_no_rows_is_refused_by_the_row(name: str) -> None:
+    given, said = NO_ROWS[name]
+    with pytest.raises(DatasetError, match=said):
+        agentrl.Trainer().config(train_dataset=given)
+
+
+def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(tmp_path: Path) -> None:
+    model = str(tiny_random(tmp_path / "model"))
+    with pytest.raises(agentrl.AgentRLError, match=r"has 1 malformed row:\n  line 1: must have one of 'question'"):
+        agentrl.Trainer(model=model).fit(train_dataset=[{"text": "no message"}])
+    with pytest.raises(ConfigError, match="cannot be called with an episode alone"):
+        agentrl.Trainer(model=model, rewards=[solve]).fit(train_dataset=ROWS)
+    with pytest.raises(NotFoundError):
+        agentrl.open()
+
+
+def test_an_error_of_a_command_comes_back_as_what_it_was() -> None:
+    several = DatasetError("rows:\n  line 1: one\n  line 2: two", "Mend them.")
+    for error in (NotFoundError("There is no run 'x'.", "List them."), StateError("It is over."), several):
+        said = f"agentrl: {error.message}\n" + (f"  {error.hint}\n" if error.hint else "")
+        back = command_process.error_of(error.exit_code, said)
+        assert (back.exit_code, back.message, back.hint) == (error.exit_code, error.message, error.hint)
+    assert str(command_process.error_of(77, "")) == "The command ended with 77."
+
+
+def test_a_store_may_be_a_folder_a_file_a_url_or_one_that_goes_with_the_process(tmp_path: Path) -> None:
+    assert Place.of(tmp_path).settings.database == f"sqlite:///{tmp_path}/agentrl.db"
+    assert Place.of(tmp_path / "runs.db").settings.database == f"sqlite:///{tmp_path}/runs.db"
+    assert Place.of("sqlite:///runs.db").settings.database == f"sqlite:///{Path.cwd()}/runs.db"
+    assert Place.of("postgresql://me@host/runs").settings.database == "postgresql://me@host/runs"
+    assert Place.of(None).environment() == dict(os.environ)
+    gone = agentrl.InMemoryStore()
+    assert Place.of(gone).settings.root == gone.folder
+    assert Place.of(gone).settings.models_dir.resolve() == settings().models_dir.resolve()
+    gone.close()
+    assert not gone.folder.exists()
+    assert settings().models_dir.is_dir()
+
+
+def test_a_run_that_is_stored_is_taken_up_and_is_as_it_was_submitted(own_database: Database) -> None:
+    start(own_database, submission("stored"))
+    trainer = agentrl.Trainer.attach("stored")
+    assert trainer.run is not None
+    with pytest.raises(ConfigError, match="A run that goes on is as it was submitted"):
+        trainer.fit(train_dataset=ROWS)
+    planning.stop(own_database, "stored", "cancelled", "by hand")
+    with pytest.raises(StateError, match="stored was cancelled"):
+        trainer.fit()
+    with pytest.raises(NotFoundError):
+        agentrl.Trainer.attach("no-run")
+
+
+SCRIPT = """
+import json
+import sys
+import urllib.request
+
+import agentrl
+
+URL = "/chat/completions"
+
+def say(task, llm):
+    body = json.dumps({"model": llm.model, "messages": task.messages}).encode()
+    headers = {"Authorization": "Bearer " + llm.api_key, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(llm.base_url + URL, body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"] or ""
+
+def solve(task, llm):
+    return say(task, llm)
+
+def right(episode):
+    return len(episode.final_answer) / 100
+
+class Notes(agentrl.Hook):
+    def __init__(self, name):
+        self.name = name
+    def on_rollout_end(self, episode):
+        return {self.name: 0.25}
+
+if __name__ == "__main__":
+    model, how = sys.argv[1:]
+    rows = [{"question": f"What is {a} plus 1?", "answer": str(a + 1)} for a in range(4)]
+    trainer = agentrl.Trainer(model=model, rewards=[right], hooks=[Notes("noted")], group_size=2, tasks_per_iteration=2,
+                              max_new_tokens=8, n_runners=2, agent=solve if how == "agent" else None)
+    run = trainer.fit(train_dataset=rows, val_dataset=rows[:2], epochs=1, eval_every=1)
+    parts = run.episode(run.episodes(status="done").head(1)[0].id).rewards["default"]
+    print(json.dumps([run.name, run.status, len(run.curve()), len(list(run.episodes())), sorted(parts), run.best.version >= 0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["loop", "agent"])
+def test_a_script_trains_with_its_own_functions_and_hooks(short_folder: Path, how: str) -> None:
+    model = tiny_random(short_folder / "model")
+    (short_folder / "script.py").write_text(SCRIPT)
+    done = in_folder(short_folder, sys.executable, "script.py", str(model), how)
+    lines = done.stdout.splitlines()
+    name, status, iterations, episodes, parts, measured = json.loads(lines[-1])
+    assert (status, iterations, episodes, measured) == ("done", 2, 8, True)
+    (own,) = (part for part in parts if part.startswith("agentrl_code_"))
+    assert parts == sorted([own, "noted", "format", "numeric_answer"])
+    assert any(line.startswith(f"{name}: done") for line in lines), "what watch says is printed"
+    shown = in_folder(short_folder, sys.executable, "-P", "-m", "agentrl.cli", "replay", "--verify", "all").stdout
+    assert shown.rstrip().endswith("the same")
+    in_folder(short_folder, sys.executable, "-P", "-m", "agentrl.cli", "down")
+
+
+SAME = """
+import json
+import sys
+
+import agentrl
+
+rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(2)]
+options = {"group_size": 4, "tasks_per_iteration": 4, "max_new_tokens": 8, "numerics": "exact", "env": "arithmetic"}
+trainer = agentrl.Trainer("grpo", model=sys.argv[1], rewards={"format": 1.0}, learning_rate=0.001, **options)
+keys = trainer.config(train_dataset=rows, epochs=2)
+run = trainer.fit(train_dataset=rows, epochs=2)
+open("run.yaml", "w").write(json.dumps({key: value for key, value in keys.items() if "." not in key} | {"name": "typed"}))
+print(" ".join(f"-s {key}={json.dumps(value)}" for key, value in keys.items() if "." in key))
+"""
+
+
+@pytest.mark.slow
+def test_python_and_the_command_line_make_the_same_tokens_and_weights(short_folder: Path) -> None:
+    model = tiny_random(short_folder / "model")
+    (short_folder / "script.py").write_text(SAME)
+    command = (sys.executable, "-P", "-m", "agentrl.cli")
+    words = in_folder(short_folder, sys.executable, "script.py", str(model)).stdout.splitlines()[-1].split(" -s ")
+    assignments = [word for text in words for word in ("-s", text.removeprefix("-s "))]
+    in_folder(short_folder, *command, "submit", "--config", "run.yaml", *assignments, "--wait")
+    in_folder(short_folder, *command, "down")
+    store = agentrl.open(short_folder / "home")
+    runs = [store.run(), next(run for run in store.runs() if run.name != "typed")]
+    tokens = [[store.episode(row.id).value.steps for row in run.episodes()] for run in runs]
+    drawn, typed = ([[step.sampled_ids for step in steps] for steps in each] for each in tokens)
+    assert drawn == typed
+    assert len({run.last.ref.sha256 for run in runs}) == 1
+    assert runs[0].last.version == 4
+
+
+def in_folder(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    """The command, in that folder, with a data folder of its own there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTRL_")}
+    environment = {**kept, "AGENTRL_HOME": str(folder / "home"), "AGENTRL_IDLE_STOP_SECONDS": "5", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
