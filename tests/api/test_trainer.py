@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -203,16 +204,16 @@ if __name__ == "__main__":
 def test_a_script_trains_with_its_own_functions_and_hooks(short_folder: Path, how: str) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(SCRIPT)
-    done = in_folder(short_folder, sys.executable, "script.py", str(model), how)
+    done = in_folder(short_folder, "script.py", str(model), how)
     lines = done.stdout.splitlines()
     name, status, iterations, episodes, parts, measured = json.loads(lines[-1])
     assert (status, iterations, episodes, measured) == ("done", 2, 8, True)
     (own,) = (part for part in parts if part.startswith("agentrl_code_"))
     assert parts == sorted([own, "noted", "format", "numeric_answer"])
     assert any(line.startswith(f"{name}: done") for line in lines), "what watch says is printed"
-    shown = in_folder(short_folder, sys.executable, "-P", "-m", "agentrl.cli", "replay", "--verify", "all").stdout
+    shown = in_folder(short_folder, "-P", "-m", "agentrl.cli", "replay", "--verify", "all").stdout
     assert shown.rstrip().endswith("the same")
-    in_folder(short_folder, sys.executable, "-P", "-m", "agentrl.cli", "down")
+    in_folder(short_folder, "-P", "-m", "agentrl.cli", "down")
 
 
 SAME = """
@@ -235,8 +236,8 @@ print(" ".join(f"-s {key}={json.dumps(value)}" for key, value in keys.items() if
 def test_python_and_the_command_line_make_the_same_tokens_and_weights(short_folder: Path) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(SAME)
-    command = (sys.executable, "-P", "-m", "agentrl.cli")
-    words = in_folder(short_folder, sys.executable, "script.py", str(model)).stdout.splitlines()[-1].split(" -s ")
+    command = ("-P", "-m", "agentrl.cli")
+    words = in_folder(short_folder, "script.py", str(model)).stdout.splitlines()[-1].split(" -s ")
     assignments = [word for text in words for word in ("-s", text.removeprefix("-s "))]
     in_folder(short_folder, *command, "submit", "--config", "run.yaml", *assignments, "--wait")
     in_folder(short_folder, *command, "down")
@@ -249,10 +250,49 @@ def test_python_and_the_command_line_make_the_same_tokens_and_weights(short_fold
     assert runs[0].last.version == 4
 
 
-def in_folder(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """The command, in that folder, with a data folder of its own there."""
+ON = """
+import sys
+
+import agentrl
+
+rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(2)]
+if sys.argv[2:]:
+    run = agentrl.Trainer.attach(sys.argv[2]).fit()
+    print(run.status, len(run.curve()))
+else:
+    trainer = agentrl.Trainer(model=sys.argv[1], env="arithmetic", group_size=2, tasks_per_iteration=4, max_new_tokens=8)
+    trainer.fit(train_dataset=rows, epochs=20, name="long")
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_pauses_a_run_and_another_process_goes_on_with_it(short_folder: Path) -> None:
+    model = tiny_random(short_folder / "model")
+    (short_folder / "script.py").write_text(ON)
+    environment = own_environment(short_folder)
+    command = [sys.executable, "-u", "script.py", str(model)]
+    with subprocess.Popen(command, cwd=short_folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as script:
+        assert script.stdout is not None
+        while not (line := script.stdout.readline()).startswith("iteration 1/40"):
+            assert line, "it ended before"
+        script.send_signal(signal.SIGINT)
+        said = script.stdout.read()
+    assert script.returncode
+    assert "long is paused, nothing is lost. Go on: Trainer.attach('long').fit()" in said
+    assert agentrl.open(short_folder / "home").run("long").status == "paused"
+    assert in_folder(short_folder, *command[1:3], str(model), "long").stdout.splitlines()[-1] == "done 40"
+    in_folder(short_folder, "-P", "-m", "agentrl.cli", "down")
+
+
+def own_environment(folder: Path) -> dict[str, str]:
+    """With a data folder of its own there."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTRL_")}
-    environment = {**kept, "AGENTRL_HOME": str(folder / "home"), "AGENTRL_IDLE_STOP_SECONDS": "5", "PYTHONPATH": str(ROOT)}
+    return {**kept, "AGENTRL_HOME": str(folder / "home"), "AGENTRL_IDLE_STOP_SECONDS": "5", "PYTHONPATH": str(ROOT)}
+
+
+def in_folder(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """What Python does with these words, in that folder."""
+    command, environment = [sys.executable, *words], own_environment(folder)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return done
