@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from agentrl.api.store import Store
     from agentrl.api.store import open_store as open
     from agentrl.workflow.agents import LLM, AgentTask, Answer
+    from agentrl.workflow.agents.classes import Agent
     from agentrl.workflow.algorithms import Algorithm
     from agentrl.workflow.envs import Env
     from agentrl.workflow.errors import AgentRLError
-    from agentrl.workflow.hooks import Hook
-    from agentrl.workflow.trajectory import Episode, Message, Step, Task
+    from agentrl.workflow.hooks import Hook, LoggingHook
+    from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task
 
 if not (Path(__file__).parent / "workflow").is_dir():
     raise ImportError(
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Agent",
     "AgentRLError",
     "AgentTask",
     "Algorithm",
@@ -48,7 +50,9 @@ __all__ = [
     "Episodes",
     "Hook",
     "InMemoryStore",
+    "LoggingHook",
     "Message",
+    "Rollout",
     "Rows",
     "Run",
     "Step",
@@ -69,11 +73,12 @@ _PLACES = {
     "agentrl.api.store": ("Store", "open"),
     "agentrl.api.run_trainer": ("Trainer",),
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),
+    "agentrl.workflow.agents.classes": ("Agent",),
     "agentrl.workflow.algorithms": ("Algorithm",),
     "agentrl.workflow.envs": ("Env",),
     "agentrl.workflow.errors": ("AgentRLError",),
-    "agentrl.workflow.hooks": ("Hook",),
-    "agentrl.workflow.trajectory": ("Episode", "Message", "Step", "Task"),
+    "agentrl.workflow.hooks": ("Hook", "LoggingHook"),
+    "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task"),
 }
 """Where what is public is made."""
 

@@ -172,10 +172,9 @@ def _where(error: BaseException) -> str:
 
 
 def _check(kind: str, name: str, found: Any) -> None:
-    if kind == "hooks":  # a class, or what one has made: `load_hooks` tells
-        return
     if kind not in _CLASSES:
-        fits, wanted = callable(found), "nothing that can be called"
+        by_methods = kind == "hooks" or callable(getattr(found, "rollout", None))  # an object of such a class
+        fits, wanted = callable(found) or by_methods, "nothing that can be called"
     else:
         wanted = f"no {_CLASSES[kind]}"
         fits = isinstance(found, getattr(importlib.import_module(f"{PACKAGE}.{kind}"), _CLASSES[kind]))

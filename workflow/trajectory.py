@@ -286,6 +286,34 @@ class Group:
     slot: int = 0
 
 
+@dataclass
+class Rollout:
+    """An episode in short, which may be written to: what an agent returns, or what a hook sets a reward on.
+
+    Args:
+        input: what was asked.
+        output: what is the answer.
+        metadata: anybody's notes; its `reward` is the rollout's.
+        traces: anything, for the eyes of whoever reads it.
+        episode: the whole, where a hook is given it.
+    """
+
+    input: Any = None
+    output: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    traces: Sequence[Any] = ()
+    episode: Episode | None = None
+
+    @property
+    def reward(self) -> Any:
+        """What was set as its reward; None where nothing was."""
+        return self.metadata.get("reward")
+
+    @reward.setter
+    def reward(self, value: Any) -> None:
+        self.metadata["reward"] = value
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyRef:
     """The identity of weights: a base by its hash, and the weights trained on it by the sha256 of their file.

@@ -142,7 +142,7 @@ def test_what_takes_a_task_and_a_model_may_be_an_agent(function: Callable[..., A
     [
         (lonely, "cannot be called with a task and a model: too many"),
         (crowded, "cannot be called with a task and a model: missing"),
-        (Agent, "is a class"),
+        (Agent, "is a class without rollout"),
         (quick, "is a lambda"),
         (yields, "yields"),
     ],

@@ -4,6 +4,7 @@ trains.
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,7 +234,10 @@ class Diary(Hook):
     def on_rollout_start(self, episode): self._note("rollout_start")
     def on_trace_start(self, episode): self._note("trace_start")
     def on_trace_end(self, episode): self._note("trace_end")
+    def on_update_start(self, run, iteration): self._note("update_start")
     def on_update_end(self, run, iteration, metrics): self._note("update_end")
+    def on_eval_end(self, run, version, metrics): self._note(f"eval_of_{version}_{metrics['episodes']}_episodes")
+    def on_run_end(self, run, status): self._note(f"run_{status}")
 
     def on_rollout_end(self, episode):
         self._note("rollout_end")
@@ -243,6 +247,15 @@ class Diary(Hook):
 """
 
 
+def diary_of_an_ended_run(folder: Path, after: int = 0) -> list[str]:
+    """What it has noted behind so many words, once a run has ended: the hooks are told after the commit."""
+    deadline = time.monotonic() + 30
+    while "run_done" not in (noted := (folder / "diary").read_text().split()[after:]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return noted
+
+
 def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(
     short_folder: Path, forks: Nursery, migrated_file: Path, model: Path
 ) -> None:
@@ -250,19 +263,28 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--epochs", "1", "--group-size", "4")
     with forked_stack(short_folder, forks, migrated_file, PYTHONPATH=str(short_folder)) as stack:
         stack.agentrl("submit", *asked, "--max-new-tokens", "12", "-s", "hooks=[diary_hook:Diary]", "--wait")
-    noted = (short_folder / "diary").read_text().split()
-    steps = count(stack.database, "SELECT count(*) FROM steps")
-    assert {place: noted.count(place) for place in set(noted)} == {
-        "run_start": 1,
-        "rollout_start": 16,
-        "trace_start": steps,
-        "trace_end": steps,
-        "rollout_end": 16,
-        "update_end": 1,
-    }
-    assert count(stack.database, "SELECT count(*) FROM rewards WHERE part = 'turns' AND value >= 1") == 12
-    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'failed' AND error LIKE '%no third one%'") == 4
-    assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
+        noted = diary_of_an_ended_run(short_folder)
+        steps = count(stack.database, "SELECT count(*) FROM steps")
+        assert {place: noted.count(place) for place in set(noted)} == {
+            "run_start": 1,
+            "rollout_start": 16,
+            "trace_start": steps,
+            "trace_end": steps,
+            "rollout_end": 16,
+            "update_start": 1,
+            "update_end": 1,
+            "run_done": 1,
+        }
+        assert count(stack.database, "SELECT count(*) FROM rewards WHERE part = 'turns' AND value >= 1") == 12
+        assert (
+            count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'failed' AND error LIKE '%no third one%'") == 4
+        )
+        assert count(stack.database, "SELECT count(*) FROM episodes WHERE status = 'done' AND reward >= 1") == 12
+        (run,) = (row["name"] for row in json.loads(stack.agentrl("sql", "SELECT name FROM runs", "--json")))
+        stack.agentrl("eval", "--policy", f"{run}@1", "--dataset", "arithmetic", "-n", "2")
+        measured = diary_of_an_ended_run(short_folder, len(noted))
+    assert {"eval_of_1_2_episodes", "run_start", "run_done"} <= set(measured)
+    assert "update_start" not in measured
 
 
 def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:

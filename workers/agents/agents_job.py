@@ -106,7 +106,9 @@ def _without_key(end: AgentEnd, key: str) -> AgentEnd:
 
 def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:
     asked = work.agent
-    task = AgentTask(work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference)
+    task = AgentTask(
+        work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference, work.training
+    )
     with agent_programs.placed(asked, task, llm, work.config) as place:
         faultpoint("agent.started")
         return processes.run(place.order(asked, task), place.spec(asked), is_stopped)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from agentrl.workflow.agents import LLM, AgentTask, read_result
+from agentrl.workflow.agents.classes import as_function
 from agentrl.workflow.plugins import find
 
 
@@ -18,7 +19,7 @@ def main(spec: str) -> None:
     """Calls the function once."""
     task = AgentTask(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text()))
     llm = LLM(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"])
-    value = find("agents", spec)(task, llm)
+    value = as_function(find("agents", spec))(task, llm)
     read = read_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
     Path(os.environ["AGENTRL_ANSWER"]).write_text(json.dumps({"text": read.answer, "rewards": read.rewards}))
 

@@ -35,13 +35,14 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
 
 def _load(spec: str) -> tuple[Callable[..., Any], str]:
     """The function, and the source of its module; empty if there is none."""
+    from agentrl.workflow.agents.classes import as_function
     from agentrl.workflow.plugins import code_of, find
 
-    found: Callable[..., Any] = find("agents", spec)
+    function = as_function(find("agents", spec))
     try:
-        return found, code_of("agents", spec)
+        return function, code_of("agents", spec)
     except (OSError, TypeError):
-        return found, ""
+        return function, ""
 
 
 def _own_files() -> list[str]:

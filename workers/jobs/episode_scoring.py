@@ -6,7 +6,7 @@ from types import MappingProxyType
 from agentrl.workflow.chains import as_read
 from agentrl.workflow.envs import Env, score_episode
 from agentrl.workflow.errors import RewardError
-from agentrl.workflow.hooks import Hook
+from agentrl.workflow.hooks import Hook, parts_told
 from agentrl.workflow.rewards import Judge, Part, assign_rewards, check_parts, numbers, spread, total_reward, verdicts
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.trajectory import Episode, ToolResult
@@ -60,7 +60,7 @@ def _parts_from_agent(own: Mapping[str, float], parts: Mapping[str, Part], steps
 def _parts_from_hook(hook: Hook, told: Episode) -> dict[str, Part]:
     source, (read, places) = f"{type(hook).__name__}.on_rollout_end", as_read(told)
     try:
-        parts = {str(name): numbers(value) for name, value in hook.on_rollout_end(read).items()}
+        parts = {str(name): numbers(value) for name, value in parts_told(hook, read).items()}
     except Exception as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
     return spread(check_parts(parts, len(places), source), places, len(told.steps))

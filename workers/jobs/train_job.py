@@ -27,7 +27,7 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.stats.group_variance import choose_groups
-from agentrl.workflow.store import epoch_ends, repair, retention, train_claims, train_commits
+from agentrl.workflow.store import epoch_ends, repair, retention, run_names, train_claims, train_commits
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.reads import eval_results
 from agentrl.workflow.store.repair import Rebuild
@@ -59,14 +59,29 @@ def train(iteration: int) -> None:
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
         write_when_possible(partial(_fail_run, work, error))
+        _tell_end(work)
     except Exception as error:
         log.exception("%s: iteration %d was not trained", work.run, work.iteration)
         train_claims.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
+        _tell_end(work)
     else:
         _send_next(work, published)
+        _tell_end(work)
         faultpoint("train.end")
     finally:
         heartbeat().drop_iteration(work.id, work.token)
+
+
+def _tell_end(work: IterationWork) -> None:
+    """Tells the run's hooks that it has ended, if it has."""
+    if not work.config["hooks"]:
+        return
+    try:
+        status = run_names.find_run(database(), work.run)["status"]
+        for hook in load_hooks(work.config["hooks"]) if status in ("done", "failed") else ():
+            hook.on_run_end(work.run, status)
+    except Exception:
+        log.exception("%s: a hook at its end", work.run)
 
 
 def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
@@ -95,9 +110,11 @@ def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpd
 def _finish_without_update(work: IterationWork) -> PublishedUpdate:
     """Ends a run that updates nothing."""
     if work.kind == "eval":
-        train_commits.finish_eval(
-            database(), work, evaluate(work.groups, eval_results.find_right_episodes(database(), work.id))
-        )
+        score = evaluate(work.groups, eval_results.find_right_episodes(database(), work.id))
+        train_commits.finish_eval(database(), work, score)
+        metrics = {"mean": score.mean, "low": score.low, "high": score.high, "episodes": score.episodes, "errors": score.errors}
+        for hook in load_hooks(work.config["hooks"]):
+            hook.on_eval_end(work.run, work.policy.version, metrics)
     else:
         train_commits.finish_fork(database(), work)
     return PublishedUpdate(0, None)
@@ -111,6 +128,8 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
         loaded.release()  # frees the engine's memory for the update
         trainer = _load_trainer(work, experiment, loaded)
         loaded.trainer_holds = None  # until the commit makes the state in memory the published one
+        for hook in load_hooks(config.hooks):
+            hook.on_update_start(work.run, work.iteration)
         started = time.perf_counter()
         faultpoint("update.before")
         update = _run_update(trainer, work)

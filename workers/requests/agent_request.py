@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from agentrl.workflow.agents.classes import is_class_agent, ways_of
 from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
@@ -53,8 +54,11 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
     Raises:
         ConfigError: it cannot.
     """
+    if is_class_agent(function):
+        _check_class(name, function)
+        return
     if inspect.isclass(function):
-        raise ConfigError(f"The agent {name!r} is a class.", SHAPE)
+        raise ConfigError(f"The agent {name!r} is a class without rollout(task, resources, llm).", SHAPE)
     if getattr(function, "__name__", "") == "<lambda>":
         raise ConfigError(f"The agent {name!r} is a lambda, which has no name to be found by.", SHAPE)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -67,6 +71,31 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigError(f"The agent {name!r} cannot be called with a task and a model: {error}.", SHAPE) from error
+
+
+def _check_class(name: str, agent: Any) -> None:
+    """Checks an agent that is a class: it can be made, and its ways can be called.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    made = agent
+    if inspect.isclass(agent):
+        try:
+            made = agent()
+        except Exception as error:
+            said = f"The agent {name!r} cannot be made without arguments: {type(error).__name__}: {error}"
+            raise ConfigError(f"{said}.", "Give its arguments defaults, or name an object of it.") from error
+    ways = ways_of(made)
+    if not {"rollout", "validation_rollout"} & {way.__name__ for way in ways}:
+        raise ConfigError(f"The agent {name!r} has nothing to be measured by.", "Write rollout(self, task, resources, llm).")
+    for way in ways:
+        if inspect.isgeneratorfunction(way) or inspect.isasyncgenfunction(way):
+            raise ConfigError(f"{way.__name__} of the agent {name!r} yields: nobody asks it for more.", SHAPE)
+        taken = inspect.signature(way).parameters
+        if not 1 <= len(taken) <= 3:
+            said = f"{way.__name__} of the agent {name!r} takes {len(taken)} arguments"
+            raise ConfigError(f"{said}.", "Write rollout(self, task, resources, llm); what it does not read it may leave out.")
 
 
 def remark_on_agent(made: Experiment) -> Iterator[str]:

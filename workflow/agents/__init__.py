@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.workflow.trajectory import Rollout
+
 MOST_REWARDS = 64
 LONGEST_NAME = 64
 LONGEST_ANSWER = 100_000
@@ -39,12 +41,19 @@ class AgentTask:
         key: its name in its dataset.
         messages: role and content of each, as clients take them.
         reference: None unless the run shows it to its agent.
+        training: whether what it does trains the model; else it is measured.
     """
 
     key: str
     messages: list[dict[str, Any]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
+    training: bool = True
+
+    @property
+    def input(self) -> str:
+        """What is asked: the text of its last message."""
+        return str(self.messages[-1]["content"]) if self.messages else ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ def read_result(value: Any) -> AgentResult:
         value = {"text": value}
     elif isinstance(value, Answer):
         value = {"text": value.text, "rewards": value.rewards}
+    elif isinstance(value, Rollout):
+        value = {"text": value.output, "rewards": value.reward}
     elif (isinstance(value, Mapping) and value.keys() - {"text", "rewards"}) or not isinstance(value, Mapping):
         value = {"rewards": value}
     return AgentResult(_text(value.get("text") or None), _rewards(value.get("rewards")))

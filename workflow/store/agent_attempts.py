@@ -28,6 +28,7 @@ class AgentWork:
         id: its row.
         run: the run's name, by which its model is called.
         reference: the task's, where the run's config shows it to agents; else None.
+        training: whether the run trains.
     """
 
     id: int
@@ -39,6 +40,7 @@ class AgentWork:
     messages: tuple[Message, ...]
     metadata: Mapping[str, Any]
     reference: str | None
+    training: bool = True
 
     @property
     def agent(self) -> AgentConfig:
@@ -68,7 +70,7 @@ class AgentEnd:
 
 
 _WORK = (
-    select(_AGENTS.id, schema.runs.c.name, schema.runs.c.config, _EPISODES.task_id)
+    select(_AGENTS.id, schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind, _EPISODES.task_id)
     .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
     .where(_AGENTS.status == "pending", _EPISODES.status.in_(OPEN))
@@ -100,7 +102,8 @@ def claim_agent(
     if found.config["agent"].get("show_reference"):
         reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == found.task_id)).scalar_one())
     messages = tuple(message_value(message) for message in task.messages)
-    return AgentWork(found.id, found.name, found.config, episode, attempt, task.key, messages, task.metadata, reference)
+    told = (task.key, messages, task.metadata, reference, found.kind == "train")
+    return AgentWork(found.id, found.name, found.config, episode, attempt, *told)
 
 
 def _claimed(agent: int, worker: str) -> Any:

@@ -520,7 +520,7 @@ FIXED_AGENT_COLUMNS = {*("id", "run", "episode_id", "attempt", "sends", "sent_ms
 RIGHTS_OF_AGENTS = {
     "alembic_version": ["SELECT"],
     "service_leases": ["SELECT"],
-    "runs": ["SELECT (id, name, config)"],
+    "runs": ["SELECT (id, name, kind, config)"],
     "tasks": ["SELECT (id, key, messages, metadata)"],
     "episodes": ["SELECT (id, run_id, task_id, attempt, status)"],
     "agent_attempts": [

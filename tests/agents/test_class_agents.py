@@ -1,0 +1,153 @@
+"""Agents that are classes, in the processes that run them."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agentrl.workers.agents import processes
+from agentrl.workers.agents.processes import servers
+from agentrl.workers.requests.agent_request import check_function
+from agentrl.workflow.agents import LLM, AgentTask, Answer, read_result
+from agentrl.workflow.agents.classes import Agent, as_function
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.trajectory import Rollout
+from tests.agents.test_processes import order
+
+LLM_HERE = LLM("http://127.0.0.1:1/v1", "key", "m")
+
+
+class Whole(Agent):
+    """Made where it is forked from."""
+
+    def __init__(self, most: int = 7) -> None:
+        self.maker, self.most = os.getpid(), most
+
+    def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Rollout:
+        """Answers."""
+        rollout = Rollout(task.input, f"{llm.model} {resources['llm'].model} {self.most} {self.maker != os.getpid()}")
+        rollout.reward = 0.5
+        return rollout
+
+
+class Parted(Agent):
+    """Does otherwise where it is measured."""
+
+    async def training_rollout(self, task: AgentTask, llm: LLM) -> str:
+        """Waits."""
+        await asyncio.sleep(0)
+        return f"trains with {llm.model}"
+
+    def validation_rollout(self, task: AgentTask) -> Answer:
+        """Is measured."""
+        return Answer("is measured", {"own": 1.0})
+
+
+class Foreign:
+    """Derived of nothing of ours, with names of its own."""
+
+    def rollout(self, one: Any, two: Any, three: Any) -> float:
+        """All three."""
+        return float(one.training and two["llm"] == three)
+
+
+foreign = Foreign()
+
+
+class Empty(Agent):
+    """Nothing."""
+
+
+class Wanting(Agent):
+    """Cannot be made."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+
+class Crowded:
+    """Takes too much."""
+
+    def rollout(self, a: Any, b: Any, c: Any, d: Any) -> None:
+        """No."""
+
+
+class OnlyTrains(Agent):
+    """Cannot be measured."""
+
+    def training_rollout(self, task: AgentTask) -> None:
+        """Trains."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_servers() -> Iterator[None]:
+    yield
+    servers.close()
+
+
+def ran(name: str, training: bool = True) -> processes.Report:
+    task = {"key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {}, "reference": None}
+    report = processes.run(order(task=task | {"training": training}), f"{__name__}:{name}", lambda: False)
+    assert report is not None
+    return report
+
+
+def test_a_class_is_made_once_and_forked_for_each_episode() -> None:
+    for _ in range(2):
+        report = ran("Whole")
+        assert (report.answer, report.rewards) == ("m m 7 True", {"agent": 0.5}), report
+
+
+def test_a_class_may_do_otherwise_where_it_is_measured() -> None:
+    assert ran("Parted").answer == "trains with m"
+    measured = ran("Parted", training=False)
+    assert (measured.answer, measured.rewards) == ("is measured", {"own": 1.0})
+
+
+def test_an_object_of_any_class_with_a_rollout_is_an_agent() -> None:
+    assert ran("foreign").rewards == {"agent": 1.0}
+    assert ran("Foreign").rewards == {"agent": 1.0}
+
+
+@pytest.mark.parametrize("agent", [Whole, Whole(3), Parted, Foreign, foreign])
+def test_what_can_be_rolled_out_may_be_an_agent(agent: Any) -> None:
+    check_function("mine:it", agent)
+    assert callable(as_function(agent))
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Empty, "has nothing to be measured by. Write rollout"),
+        (Agent, "has nothing to be measured by"),
+        (OnlyTrains, "has nothing to be measured by"),
+        (Wanting, "cannot be made without arguments: TypeError"),
+        (Crowded, "takes 4 arguments. Write rollout"),
+        (int, "is a class without rollout"),
+    ],
+)
+def test_a_class_that_cannot_be_rolled_out_is_refused_with_what_to_write(agent: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_function("mine:it", agent)
+
+
+def test_a_function_is_an_agent_as_it_is() -> None:
+    solve: Callable[..., Any] = read_result
+    assert as_function(solve) is solve
+
+
+WRONG: dict[str, Any] = {"a text": "x", "NaN": float("nan"), "a list": [1.0], "too many": {str(n): 1.0 for n in range(65)}}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_rollouts_reward_is_read_as_any_agents(name: str) -> None:
+    rollout = Rollout("asked", "said")
+    assert read_result(rollout).answer == "said"
+    assert read_result(rollout).rewards is None
+    rollout.metadata["reward"] = {"right": 1}
+    assert read_result(rollout).rewards == {"right": 1.0}
+    rollout.reward = WRONG[name]
+    with pytest.raises((TypeError, ValueError)):
+        read_result(rollout)

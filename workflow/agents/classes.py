@@ -1,0 +1,58 @@
+"""Agents that are classes: `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
+
+A class is made once, without arguments, where its agents are forked from; what it holds then, each of them has.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.workflow.agents import LLM, AgentTask
+
+WAYS = ("rollout", "training_rollout", "validation_rollout")
+
+
+class Agent:
+    """An agent as a class: derive it, and write `rollout`, which may leave out what it does not read."""
+
+    def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
+        """Solves the task by calling the model; returns what a function agent may.
+
+        Args:
+            resources: what it is given beside the task, by name: `llm`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rollout(task, resources, llm)")
+
+
+def is_class_agent(found: Any) -> bool:
+    """Whether it is a class of agents, or one that was made."""
+    return any(callable(getattr(found, way, None)) for way in WAYS)
+
+
+def as_function(found: Any) -> Callable[..., Any]:
+    """The agent as a function of its task and its model; a function is one."""
+    if not is_class_agent(found):
+        function: Callable[..., Any] = found
+        return function
+    agent = found() if isinstance(found, type) else found
+
+    def solve(task: AgentTask, llm: LLM) -> Any:
+        return _roll(agent, task, llm)
+
+    return solve
+
+
+def ways_of(found: Any) -> list[Callable[..., Any]]:
+    """The methods that it has of `WAYS`, of which those of its own come in place of `Agent`'s."""
+    methods = [getattr(found, way, None) for way in WAYS]
+    return [each for each in methods if callable(each) and getattr(each, "__func__", each) is not Agent.rollout]
+
+
+def _roll(agent: Any, task: AgentTask, llm: LLM) -> Any:
+    way = "training_rollout" if task.training else "validation_rollout"
+    method = getattr(agent, way, None) or agent.rollout
+    given = {"task": task, "resources": {"llm": llm}, "llm": llm}
+    names = list(inspect.signature(method).parameters)
+    if set(names) <= given.keys():
+        return method(**{name: given[name] for name in names})
+    return method(*((task,), (task, llm), (task, given["resources"], llm))[min(len(names), 3) - 1])
