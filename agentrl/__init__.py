@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl import old_names
 
 if TYPE_CHECKING:
+    from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
     from agentrl.api.curve import Curve
     from agentrl.api.episode import Episodes, StoredEpisode
     from agentrl.api.lists import Rows, Table
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.envs import Env
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.hooks import Hook, LoggingHook
+    from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
     from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task
 
 if not (Path(__file__).parent / "workflow").is_dir():
@@ -48,11 +50,14 @@ __all__ = [
     "Env",
     "Episode",
     "Episodes",
+    "GRPOTrainer",
     "Hook",
     "InMemoryStore",
     "LoggingHook",
     "Message",
+    "OpenPolicy",
     "Rollout",
+    "RolloutWorker",
     "Rows",
     "Run",
     "Step",
@@ -63,8 +68,10 @@ __all__ = [
     "Task",
     "Trainer",
     "open",
+    "open_policy",
 ]
 _PLACES = {
+    "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
     "agentrl.api.lists": ("Rows", "Table"),
@@ -78,6 +85,7 @@ _PLACES = {
     "agentrl.workflow.envs": ("Env",),
     "agentrl.workflow.errors": ("AgentRLError",),
     "agentrl.workflow.hooks": ("Hook", "LoggingHook"),
+    "agentrl.workflow.inference.open_policy": ("OpenPolicy", "open_policy"),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task"),
 }
 """Where what is public is made."""

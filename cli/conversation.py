@@ -3,11 +3,9 @@
 Turns are kept as the sampled token ids, so that the next turn continues them exactly.
 """
 
-import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from agentrl.cli.output import Line
 from agentrl.cli.turn_display import Voice, turn_lines
@@ -16,7 +14,7 @@ from agentrl.workflow.chat.parsing import THINK
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
-from agentrl.workflow.tools import Tool, failure
+from agentrl.workflow.tools import Tool, run_within
 from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
@@ -171,25 +169,14 @@ class Talk:
         refused = refusal(call, index, self.offered_tools, self.policy.limits)
         if refused is not None:
             return refused
-        tool, answer, began = self.tools[call.name], Future[ToolResult](), time.monotonic()
-        # A thread for each call, so that a call that never ends holds up nothing else.
-        threading.Thread(target=_run_call, args=(self._notebook, tool, call, answer), daemon=True).start()
+        tool = self.tools[call.name]
         try:
-            told = answer.result(None if keeps_session(tool) else tool.timeout_seconds)
+            limit = None if keeps_session(tool) else tool.timeout_seconds
+            return run_within(tool, partial(self._notebook.run, tool, call.arguments), limit)
         except KeyboardInterrupt:
             self._forget_names()
             raise
-        except Exception as error:  # noqa: BLE001 - anybody's code; its errors are shown to the model and the user
-            told = failure(tool, error if answer.done() else tool.overdue())
-        return replace(told, seconds=time.monotonic() - began)
 
     def _forget_names(self) -> None:
         self._notebook.close()
         self._notebook = Notebook()
-
-
-def _run_call(notebook: Notebook, tool: Tool, call: ToolCall, answer: "Future[ToolResult]") -> None:
-    try:
-        answer.set_result(notebook.run(tool, call.arguments))
-    except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-        answer.set_exception(error)

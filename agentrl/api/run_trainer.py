@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from agentrl.api import command_process, given_rows, importable
+from agentrl.api.options import keys_of
 from agentrl.api.place import InMemoryStore, Place
 from agentrl.api.run import Run
 from agentrl.api.store import Store
 from agentrl.workflow.algorithms import Algorithm
-from agentrl.workflow.config import KEYS, DatasetConfig, flatten
+from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.datasets import env_of
 from agentrl.workflow.envs import Env
-from agentrl.workflow.errors import ConfigError, StateError, did_you_mean
+from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
-from agentrl.workflow.resolve import FLAGS, read_yaml
+from agentrl.workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
     from agentrl.api.live import Live
@@ -26,6 +27,8 @@ Strategy = Literal["processes", "cluster"]
 EVAL_EVERY = 10
 """How often a run measures itself on a val_dataset where nothing else is said."""
 GOES_ON = ("paused", "failed")
+PLAIN = "plain"
+"""The env of rows that come with rewards of their own."""
 
 
 class Trainer:
@@ -38,7 +41,7 @@ class Trainer:
         model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
         env: what the built-in loop acts in, and what rewards it; a name, a path or an `Env`; None: the dataset's own.
         rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
-            what the env would give counts only where it is named.
+            rows then have the env "plain" where none is named, and what another gives counts only where it is named.
         hooks: `Hook` objects, classes or paths.
         store: where its rows are: a data folder, a SQLite file, a URL, a `Store`; None: where the commands' are.
         strategy: "processes": workers of this machine, started where none run; "cluster": those of a broker
@@ -138,6 +141,8 @@ class Trainer:
             keys["hooks"] = [*keys.get("hooks", ()), *hooks]
         weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
         if weights:
+            if "env" not in keys and str(keys.get("dataset.name", "")).endswith(".jsonl"):
+                keys["env"] = PLAIN
             keys["rewards"] = self._unnamed_rewards(keys) | dict(keys.get("rewards", {})) | weights
         return keys
 
@@ -220,34 +225,6 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
-
-
-def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as keys of the config.
-
-    Raises:
-        ConfigError: there is no such option; with the nearest.
-    """
-    sections = {key.partition(".")[0] for key in KEYS if "." in key}
-    leaves: dict[str, list[str]] = {}
-    for key in KEYS:
-        leaves.setdefault(key.rpartition(".")[2], []).append(key)
-    found: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in KEYS:
-            found[name] = value
-        elif name in sections and isinstance(value, Mapping):
-            found |= dict(flatten({name: value}))
-        elif name in FLAGS:
-            found[FLAGS[name]] = value
-        elif len(leaves.get(name, ())) == 1:
-            found[leaves[name][0]] = value
-        elif name in leaves:
-            raise ConfigError(f"The option {name!r} is several: {', '.join(leaves[name])}.", "Write it in full.")
-        else:
-            near = did_you_mean(name[:100], [*KEYS, *FLAGS, *leaves])
-            raise ConfigError(f"There is no option {name!r:.100}.", near)
-    return found
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:

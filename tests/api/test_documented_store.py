@@ -32,7 +32,8 @@ def test_the_shown_code_trains_on_rows_with_a_function_of_its_own(short_folder: 
     readme = f"import agentrl\n{(ROOT / 'README.md').read_text().split('import agentrl')[1].split('```')[0]}"
     *lines, shown = readme.replace("epochs=3", "epochs=1").rstrip().splitlines()
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
-        for code in (manual, "\n".join([*lines, f"print({shown})"])):
+        (by_hand,) = between(DOCS / "how-to.md", "by hand", "python")
+        for code in (f"{manual}\n{by_hand}", "\n".join([*lines, f"print({shown})"])):
             said = _run(code.replace('"tiny"', repr(str(model))), stack.environment, tmp_path)
             assert ": done after" in said
             assert "<curve of train-" in said

@@ -59,7 +59,10 @@ def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
     assert (made.seed, made.rollout.group_size, made.rollout.max_new_tokens, made.update.epochs) == (3, 4, 9, 2)
     assert made.agent is not None
     assert (made.agent.name, made.hooks) == ("tests.api.test_trainer:solve", ("tests.api.test_trainer:Counts",))
-    assert made.rewards == {"numeric_answer": 0.0, "tests.api.test_trainer:right": 0.5, "format": 2.0}
+    assert made.rewards == {"tests.api.test_trainer:right": 0.5, "format": 2.0}
+    assert made.env == "plain"
+    named = agentrl.Trainer(rewards=[right], env="arithmetic").config(train_dataset=ROWS)
+    assert named["rewards"] == {"numeric_answer": 0.0, "tests.api.test_trainer:right": 1.0}
     assert (made.update.learning_rate, made.eval.dataset, made.eval.every, made.eval.split) == (0.01, "arithmetic", 10, "test")
     assert [task.reference for task in load_tasks(made.dataset).tasks] == ["1", "2", "3", "4"]
 
@@ -209,7 +212,7 @@ def test_a_script_trains_with_its_own_functions_and_hooks(short_folder: Path, ho
     name, status, iterations, episodes, parts, measured = json.loads(lines[-1])
     assert (status, iterations, episodes, measured) == ("done", 2, 8, True)
     (own,) = (part for part in parts if part.startswith("agentrl_code_"))
-    assert parts == sorted([own, "noted", "format", "numeric_answer"])
+    assert parts == sorted([own, "noted"])
     assert any(line.startswith(f"{name}: done") for line in lines), "what watch says is printed"
     shown = in_folder(short_folder, "-P", "-m", "agentrl.cli", "replay", "--verify", "all").stdout
     assert shown.rstrip().endswith("the same")

@@ -57,6 +57,7 @@ BEFORE = {
         "code_tiny": "6b95e7f462dbfb8ea6428249d0af5f45",
         "echo": "5d713b358fe5a43b625e81834b4ac4d9",
         "math": "f2d452992929cbea2577c19fbe057c36",
+        "plain": "e3b0c44298fc1c149afbf4c8996fb924",
         "qa": "91521a627edb53637a23cf73957e273a",
         "search_qa": "91521a627edb53637a23cf73957e273a",
         "text_to_sql": "3028dd63f2b6388d97dd54647d4af16e",

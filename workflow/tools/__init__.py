@@ -8,8 +8,11 @@ of its file, `search_in(folder)`, and put into an env as an object; under its pl
 import inspect
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -226,3 +229,26 @@ def failure(tool: Tool, error: BaseException) -> ToolResult:
     if isinstance(error, ToolFailure):
         return ToolResult(clip(str(error), tool.max_characters), error.error_class)
     return ToolResult(clip(f"{tool.name} failed: {type(error).__name__}: {error}", tool.max_characters), "tool_crash")
+
+
+def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None) -> ToolResult:
+    """What a call gives, in a thread of its own, so that one that never ends holds up nothing else; the model reads its errors.
+
+    Args:
+        run: calls the tool.
+        seconds: how long it may take; None: it has a limit of its own.
+    """
+    answer, began = Future[ToolResult](), time.monotonic()
+
+    def call() -> None:
+        try:
+            answer.set_result(run())
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            answer.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        told = answer.result(seconds)
+    except Exception as error:  # noqa: BLE001 - anybody's code; its errors are shown to the model and the user
+        told = failure(tool, error if answer.done() else tool.overdue())
+    return replace(told, seconds=time.monotonic() - began)

@@ -1,0 +1,208 @@
+"""The loop by hand, in this process: `RolloutWorker` makes episodes with an open policy, `GRPOTrainer` improves it on them.
+
+    with agentrl.open_policy("tiny", max_new_tokens=32) as policy:
+        worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
+        for _ in range(10):
+            trainer.update(worker.run_episodes(tasks, samples=8))
+
+The same policy, template, tools, rewards and update as a run's, without its rows: nothing is stored, resumed or sent.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from agentrl.api.options import keys_of
+from agentrl.workflow import trainers
+from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
+from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow.config import build
+from agentrl.workflow.datasets.jsonl import read_rows
+from agentrl.workflow.envs import Env, score_episode
+from agentrl.workflow.errors import ConfigError, DatasetError, StateError
+from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import Reward, assign_rewards, numbers, part_of
+from agentrl.workflow.tools import Tool, run_within
+from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.trajectory import Episode, Group, PolicyRef, Step, Task, ToolCall, ToolResult
+
+AT_ONCE = 64
+"""Episodes that are sampled at once."""
+
+
+class RolloutWorker:
+    """Makes whole episodes with a policy: turns, tool calls, rewards.
+
+    Args:
+        policy: open, and left open.
+        env: what the policy acts in: an `Env`, its name or path.
+        rewards: functions of an episode by name, beside those of the env, with weight 1.
+        limits: options of a rollout in place of the policy's: `max_steps`, `temperature` and the like.
+
+    Raises:
+        ConfigError: there is no such env or option.
+    """
+
+    def __init__(
+        self, policy: OpenPolicy, env: "Env | str" = "math", rewards: Mapping[str, Reward] | None = None, **limits: Any
+    ) -> None:
+        self.policy = policy
+        self.env: Env = env if isinstance(env, Env) else find("envs", env)
+        self.limits = policy.within(**limits) if limits else policy.limits
+        self._rewards = dict(rewards or {})
+        self._tools = self.env.toolset()
+        self._numbers = count(1)
+
+    def run_episode(self, task: "Task | Mapping[str, Any] | str") -> Episode:
+        """One episode, to its end; each call draws anew. A task without a reference is not scored, unless by `rewards`.
+
+        Args:
+            task: a Task, a row (`question`, `answer`), or a question.
+
+        Raises:
+            RewardError: a reward raised, or gave what is no number.
+            ModelError, ConfigError: the policy cannot sample it.
+        """
+        return self._run(task_of(task), next(self._numbers))
+
+    def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", samples: int = 1) -> list[Episode]:
+        """So many episodes of each task, sampled together; in the order of the tasks.
+
+        Raises:
+            As `run_episode`.
+        """
+        wanted = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(samples)]
+        with ThreadPoolExecutor(max(1, min(len(wanted), AT_ONCE))) as pool:
+            return list(pool.map(lambda each: self._run(*each), wanted))
+
+    def _run(self, task: Task, number: int) -> Episode:
+        notebook = Notebook()
+        schemas = list(self._tools.values())
+        episode = Episode(task, sample=number, id=number, status="running", limits=self.limits)
+        changed = {name: value for name, value in self.limits.model_dump().items() if name != "engine"}
+        try:
+            while True:
+                match next_action(episode, self.env, self.limits):
+                    case Generate(messages):
+                        step = self.policy.generate(messages, schemas, episode.steps, number, **changed)
+                        episode = episode.with_step(step)
+                    case CallTools(step):
+                        episode = episode.with_step(replace(step, results=self._results(notebook, step)))
+                    case Finish(reason):
+                        return self._scored(replace(episode, stop_reason=reason, status="done"))
+        finally:
+            notebook.close()
+
+    def _results(self, notebook: Notebook, step: Step) -> tuple[ToolResult, ...]:
+        return tuple(self._result(notebook, index, call) for index, call in enumerate(step.message.tool_calls))
+
+    def _result(self, notebook: Notebook, index: int, call: ToolCall) -> ToolResult:
+        refused = refusal(call, index, self._tools, self.limits)
+        if refused is not None:
+            return refused
+        tool: Tool = self._tools[call.name]
+        limit = None if keeps_session(tool) else tool.timeout_seconds
+        return run_within(tool, partial(notebook.run, tool, call.arguments), limit)
+
+    def _scored(self, ended: Episode) -> Episode:
+        if not ended.task.reference and not self._rewards:
+            return ended  # nothing says what is right
+        parts = score_episode(self.env, ended, self.env.rewards)
+        own = {name: part_of(numbers(reward(ended)), len(ended.steps), name) for name, reward in self._rewards.items()}
+        return assign_rewards(ended, parts | own, self.env.rewards)
+
+
+class GRPOTrainer:
+    """Improves an open policy on episodes: GRPO, or another algorithm by its name.
+
+    Args:
+        policy: what is sampled from; after each update it is the better one.
+        algorithm: as a run's.
+        options: as a run's: `learning_rate`, `lora_r` is the model's and not to be named here.
+
+    Raises:
+        ConfigError: there is no such algorithm or option.
+    """
+
+    def __init__(self, policy: OpenPolicy, algorithm: str = "grpo", **options: Any) -> None:
+        keys = keys_of(options) | {"algorithm.name": algorithm}
+        if fixed := [key for key in keys if key.startswith("model.")]:
+            raise ConfigError(f"The model is open already: {fixed[0]} cannot be chosen here.", "Choose it in open_policy.")
+        limits = {f"rollout.{name}": value for name, value in policy.limits.model_dump().items()}
+        model = {f"model.{name}": value for name, value in policy.policy.config.model_dump().items()}
+        self._config = settle_run(build(limits | model | keys))
+        trainers.check(self._config)
+        self._policy = policy
+        self._trainer = trainers.start(find("trainers", self._config.update.trainer), policy.policy, self._config, 0)
+        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
+        finalize(policy, shutil.rmtree, self._folder, ignore_errors=True)  # which samples from what lies there
+        start = policy.ref
+        if start.path:
+            checkpoint_cache.read(start.path, start.sha256, "start", partial(self._trainer.load, fresh=True))
+        else:
+            self._trainer.load(None)
+        self._updates = 0
+
+    def update(self, episodes: Iterable[Episode]) -> dict[str, Any]:
+        """One update on the episodes, of which those of one task are compared; the policy then samples from its result.
+
+        Returns:
+            Its numbers (`loss`, `reward`, `grad_norm`, `kl`, ...), and as `skipped` why nothing was changed, if so.
+
+        Raises:
+            StateError: something was not finite: the policy is as before, and this trainer is at its end.
+            RewardError: an episode's reward is no finite number.
+        """
+        groups = grouped(episodes)
+        done = self._trainer.update(groups, self._updates)
+        if done.bad:
+            raise StateError(f"The update is undone: {done.skipped}.", "Lower the learning rate; make a new trainer.")
+        rewards = [each.reward for group in groups for each in group.episodes if each.reward is not None]
+        told: dict[str, Any] = {"reward": sum(rewards) / max(1, len(rewards)), **done.metrics}
+        if done.skipped:
+            return told | {"skipped": done.skipped}
+        self._updates += 1
+        before, path = self._policy.ref, str(self._folder / f"v{self._updates}")
+        sha256 = checkpoint_cache.write(path, self._trainer.save)
+        self._policy.ref = PolicyRef(before.base, before.base_hash, path, sha256, before.version + 1)
+        return told
+
+
+def grouped(episodes: Iterable[Episode]) -> list[Group]:
+    """The episodes by their tasks, in the order in which these first came."""
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        by_task.setdefault(episode.task.key, []).append(episode)
+    made: Sequence[list[Episode]] = list(by_task.values())
+    return [Group(some[0].task, tuple(some), slot) for slot, some in enumerate(made)]
+
+
+def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
+    """A task of a row, or of a question; what is the same is the same task.
+
+    Raises:
+        DatasetError: it is none.
+    """
+    if isinstance(given, Task):
+        return given
+    row: dict[str, Any] = {"question": given} if isinstance(given, str) else dict(given)
+    if not row.keys() & {"answer", "reference"}:
+        row["reference"] = None
+    line = json.dumps(row, ensure_ascii=False, sort_keys=True)
+    rows, problems = read_rows([line.encode()])
+    if problems:
+        raise DatasetError(
+            f"{line[:200]} is no task: {problems[0].partition(': ')[2]}.", 'Write {"question": ..., "answer": ...}.'
+        )
+    made = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
+    return replace(made, key=f"given/{made.content_hash[:16]}")
