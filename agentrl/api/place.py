@@ -81,7 +81,8 @@ class Place:
 
     def environment(self, **more: str) -> dict[str, str]:
         """The environment of a process there."""
-        return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if value}
+        left_out = {name for name, value in self.variables.items() if not value}
+        return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if name not in left_out}
 
     def open(self) -> Store:
         """Its store, for reading.

@@ -364,10 +364,6 @@ class Words(Returns):
     parts: Any = {"bonus": "much"}  # noqa: RUF012
 
 
-class Nothing(Returns):
-    """Forgot to return."""
-
-
 class LongName(Returns):
     """Names a part by its whole path."""
 
@@ -418,7 +414,6 @@ def ends(db: Database) -> set[tuple[Any, ...]]:
         (Endless, "the weighted sum of the reward parts is 1.8e+30; the largest that can be trained on is 1e+30"),
         (Missing, "Missing.on_rollout_end raised TypeError"),
         (Words, "raised TypeError: a reward is a number, not 'str'"),
-        (Nothing, "Nothing.on_rollout_end raised AttributeError"),
         (LongName, "a name has 1 to 64 printable characters"),
     ],
 )
@@ -427,6 +422,12 @@ def test_a_hooks_reward_that_is_none_fails_its_episode_loudly(sqlite: Database, 
     ((status, error_class, error, reward),) = ends(sqlite)
     assert (status, error_class, reward) == ("failed", "RewardError", None)
     assert why in error
+
+
+def test_a_hook_that_returns_nothing_adds_nothing(sqlite: Database) -> None:
+    play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Returns"]), turns=2)
+    ((status, error_class, _, reward),) = ends(sqlite)
+    assert (status, error_class, reward) == ("done", "", 0.5)
 
 
 def test_a_hooks_reward_part_counts_as_the_number_it_is(sqlite: Database) -> None:
