@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from agentrl.workflow.agents import LLM, AgentTask, Answer
     from agentrl.workflow.agents.classes import Agent
     from agentrl.workflow.algorithms import Algorithm
+    from agentrl.workflow.annotations import Annotation
+    from agentrl.workflow.emitters import emit_annotation, emit_exception, emit_message, emit_object, emit_reward, operation
     from agentrl.workflow.envs import Env
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.hooks import Hook, LoggingHook
@@ -45,6 +47,7 @@ __all__ = [
     "AgentRLError",
     "AgentTask",
     "Algorithm",
+    "Annotation",
     "Answer",
     "Curve",
     "Env",
@@ -67,8 +70,14 @@ __all__ = [
     "Table",
     "Task",
     "Trainer",
+    "emit_annotation",
+    "emit_exception",
+    "emit_message",
+    "emit_object",
+    "emit_reward",
     "open",
     "open_policy",
+    "operation",
 ]
 _PLACES = {
     "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
@@ -82,6 +91,8 @@ _PLACES = {
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),
     "agentrl.workflow.agents.classes": ("Agent",),
     "agentrl.workflow.algorithms": ("Algorithm",),
+    "agentrl.workflow.annotations": ("Annotation",),
+    "agentrl.workflow.emitters": ("operation", *(name for name in __all__ if name.startswith("emit_"))),
     "agentrl.workflow.envs": ("Env",),
     "agentrl.workflow.errors": ("AgentRLError",),
     "agentrl.workflow.hooks": ("Hook", "LoggingHook"),

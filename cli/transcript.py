@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby, zip_longest
 from typing import Any
 
 from agentrl.cli.output import Line, cell, format_count, one_line
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.chains import UNREAD, chains_of, reasons_not_to_train
 from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
@@ -16,6 +18,8 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     """The episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
+    if only is None:
+        yield from _said_lines([each for each in record.episode.annotations if each.step is None])
     idle = reasons_not_to_train(record.episode)
     for step in record.episode.steps:
         if only in (None, step.index):
@@ -24,6 +28,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
             if idle.get(step.index) == UNREAD:
                 yield f"  does not train: {UNREAD}", "yellow"
+            yield from _said_lines([each for each in record.episode.annotations if each.step == step.index])
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
@@ -62,6 +67,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
         "agent_error": record.agent_error,
         "agent_output": record.agent_output,
         "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
+        "annotations": [asdict(each) for each in record.episode.annotations if only in (None, each.step)],
         "grades": record.grades,
         "steps": [
             {
@@ -140,6 +146,15 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
     for call in calls:
         yield from _call_lines(call)
     yield f"  {_logprob_text(step)}", "dim"
+
+
+def _said_lines(said: Sequence[Annotation]) -> Iterator[Line]:
+    """What its agent, tools and hooks said, a line each."""
+    for each in said:
+        took = "" if each.seconds is None else f" ({each.seconds:.3f} s)"
+        told = json.dumps(dict(each.data), ensure_ascii=False) if each.data else ""
+        name = f" {one_line(each.name, 100)}" if each.name else ""
+        yield f"  {each.source} said: {each.kind}{name}{took}  {one_line(told, 1000)}".rstrip(), "magenta"
 
 
 def _message_lines(who: str, text: str, style: str) -> Iterator[Line]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.workflow.annotations import Annotation
+
 if TYPE_CHECKING:
     from agentrl.workflow.config import RolloutConfig
 
@@ -82,6 +84,7 @@ class ToolResult:
         seconds: on the clock.
         cpu_seconds: processor time, of the sandbox where there is one, else of the worker's thread; None: not known.
         exit: where a sandbox ran it.
+        annotations: what the tool said of its episode; none once these are rows.
     """
 
     content: str
@@ -89,6 +92,7 @@ class ToolResult:
     seconds: float = 0.0
     cpu_seconds: float | None = None
     exit: Exit | None = None
+    annotations: tuple[Annotation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ class Episode:
     A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on; `tainted` says that a tool gave
     another output when its state was rebuilt, so that the record is no longer what one policy and one world would do. `limits`
     are its run's, where it is scored. `answer` is what an agent from outside said at its end, where that is not its last turn.
+    `annotations` are what its agent, its tools and its hooks said of it, in the order in which they did.
     """
 
     task: Task
@@ -202,6 +207,7 @@ class Episode:
     tainted: bool = False
     limits: "RolloutConfig | None" = None
     answer: str | None = None
+    annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
         """This episode, one step later (the same index replaces)."""

@@ -21,9 +21,10 @@ from typing import Any
 from weakref import finalize
 
 from agentrl.api.options import keys_of
-from agentrl.workflow import trainers
+from agentrl.workflow import emitters, trainers
 from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets.jsonl import read_rows
@@ -97,22 +98,31 @@ class RolloutWorker:
                         step = self.policy.generate(messages, schemas, episode.steps, number, **changed)
                         episode = episode.with_step(step)
                     case CallTools(step):
-                        episode = episode.with_step(replace(step, results=self._results(notebook, step)))
+                        results = self._results(notebook, step)
+                        said = (replace(each, step=step.index) for result in results for each in result.annotations)
+                        episode = replace(episode, annotations=(*episode.annotations, *said))
+                        episode = episode.with_step(replace(step, results=results))
                     case Finish(reason):
                         return self._scored(replace(episode, stop_reason=reason, status="done"))
         finally:
             notebook.close()
 
     def _results(self, notebook: Notebook, step: Step) -> tuple[ToolResult, ...]:
-        return tuple(self._result(notebook, index, call) for index, call in enumerate(step.message.tool_calls))
+        return tuple(self._result(notebook, step, index, call) for index, call in enumerate(step.message.tool_calls))
 
-    def _result(self, notebook: Notebook, index: int, call: ToolCall) -> ToolResult:
+    def _result(self, notebook: Notebook, step: Step, index: int, call: ToolCall) -> ToolResult:
         refused = refusal(call, index, self._tools, self.limits)
         if refused is not None:
             return refused
         tool: Tool = self._tools[call.name]
         limit = None if keeps_session(tool) else tool.timeout_seconds
-        return run_within(tool, partial(notebook.run, tool, call.arguments), limit)
+        said: list[Annotation] = []
+
+        def run() -> ToolResult:
+            with emitters.collected(said, "tool", f"call:{step.index}:{index}"):
+                return notebook.run(tool, call.arguments)
+
+        return replace(run_within(tool, run, limit), annotations=tuple(said))
 
     def _scored(self, ended: Episode) -> Episode:
         if not ended.task.reference and not self._rewards:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.api import html
 from agentrl.api.lists import PAGE, Rows
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.reads.call_rows import CallRow
@@ -51,6 +52,11 @@ class StoredEpisode:
         return self.row.reward
 
     @property
+    def annotations(self) -> Sequence[Annotation]:
+        """What its agent, its tools and its hooks said of it, in order."""
+        return self.value.annotations
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation that led to its last turn, as chat messages."""
         return chat_messages(_last_line(self.value))
@@ -70,6 +76,9 @@ class StoredEpisode:
                 f"<div>call <b>{html.text(call.name)}</b>{html.pre(json.dumps(dict(call.arguments), ensure_ascii=False))}</div>"
                 for call in message.tool_calls[:SHOWN_CALLS]
             ]
+        for each in self.annotations[:SHOWN_CALLS]:
+            said = json.dumps(dict(each.data), ensure_ascii=False)
+            parts.append(f"<div>{html.text(f'{each.source} said: {each.kind} {each.name}')}{html.pre(said)}</div>")
         for name, earned in self.rewards.items():
             parts.append(html.table(["reward set", *earned], [[name, *earned.values()]]))
         return "".join(parts)

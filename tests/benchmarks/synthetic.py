@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     Connection,
     Float,
     Integer,
@@ -89,6 +90,7 @@ def fill(tx: Connection, shape: Mapping[str, int]) -> list[Run]:
     _calls(tx)
     _sessions(tx)
     _agents(tx)
+    _annotations(tx)
     _rewards(tx)
     _updates(tx)
     _again(tx, runs[0])
@@ -318,6 +320,16 @@ def _agents(tx: Connection) -> None:
     rows = {"run": runs.name, "episode_id": episodes.id, "attempt": episodes.attempt, "status": literal("ended")}
     of_runs = select().join_from(schema.episodes, schema.runs, runs.id == episodes.run_id)
     _copy(tx, schema.agent_attempts, rows, of_runs, episodes.id)
+
+
+def _annotations(tx: Connection) -> None:
+    """One for each episode."""
+    episodes, runs = schema.episodes.c, schema.runs.c
+    rows = {"run": runs.name, "episode_id": episodes.id, "attempt": episodes.attempt, "emission": literal("one")}
+    rows |= {"step": literal(0), "source": literal("agent"), "kind": literal("reward"), "name": literal("own")}
+    rows["data"] = literal({"value": 0.5}, JSON)
+    of_runs = select().join_from(schema.episodes, schema.runs, runs.id == episodes.run_id)
+    _copy(tx, schema.annotations, rows, of_runs, episodes.id)
 
 
 def _rewards(tx: Connection) -> None:

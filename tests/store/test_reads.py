@@ -28,6 +28,7 @@ from agentrl.workflow.store.reads import (
     run_rows,
 )
 from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptFilter, list_agent_attempts
+from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter, list_annotations
 from agentrl.workflow.store.reads.call_rows import CallFilter, list_calls
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
@@ -103,6 +104,14 @@ def test_attempts_of_agents_are_listed_by_run_and_by_episode(grown: Database) ->
     only = list_agent_attempts(grown, AgentAttemptFilter(episode=listed[0].episode_id)).rows
     assert [row.id for row in only] == [listed[0].id]
     assert not list_agent_attempts(grown, AgentAttemptFilter("large", status="lost")).rows
+
+
+def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) -> None:
+    listed = list_annotations(grown, AnnotationFilter("large")).rows
+    assert {(row.run, row.kind, row.name, row.data["value"]) for row in listed} == {("large", "reward", "own", 0.5)}
+    only = list_annotations(grown, AnnotationFilter(episode=listed[0].episode_id, source="agent", name="own")).rows
+    assert [row.id for row in only] == [listed[0].id]
+    assert not list_annotations(grown, AnnotationFilter("large", kind="message")).rows
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:

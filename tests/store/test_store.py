@@ -311,7 +311,7 @@ def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> No
     for view in views.VIEWS:
         with database.read() as tx:
             rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
-        assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_agent_attempts", "v_evals"), view
+        assert rows or view in ("v_tool_calls", "v_tool_sessions", "v_agent_attempts", "v_annotations", "v_evals"), view
         assert not [item for row in rows for item in row.values() if isinstance(item, Decimal | bytes | memoryview)], view
     assert not [item for item in run_rows.count_progress(database, "first").values() if isinstance(item, Decimal)]
 

@@ -11,7 +11,7 @@ import pytest
 from agentrl.workers.serving import client_door
 from agentrl.workers.serving.api_errors import ApiError, too_large
 from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
-from agentrl.workers.serving.endpoint_app import Endpoint, Read
+from agentrl.workers.serving.endpoint_app import ANNOTATIONS, CHAT, Endpoint, Read
 from agentrl.workers.serving.places import Places
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
@@ -25,6 +25,10 @@ HERE = {b"host": b"localhost:8000"}
 class Opened:
     id: int
     key: str
+
+    @property
+    def emit_key(self) -> str:
+        return f"of the annotations of {self.key}"
 
 
 @dataclass
@@ -59,9 +63,8 @@ class Episodes:
 
 
 async def call(door: ClientDoor, shown: str = "", **headers: str) -> str:
-    async with door.enter(
-        shown, HERE | {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    ) as key:
+    named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    async with door.enter(shown, HERE | named, CHAT) as key:
         return key
 
 
@@ -97,6 +100,16 @@ def test_a_client_is_known_by_its_key_and_its_header() -> None:
     assert asyncio.run(play()) == ["key1", "key1", "key2", "key3", "key4", "key2"]
 
 
+def test_what_a_client_says_belongs_to_the_episode_of_its_calls() -> None:
+    async def play() -> tuple[str, str]:
+        door = ClientDoor(Episodes(), "r")
+        called = await call(door, "alice")
+        async with door.enter("alice", HERE, ANNOTATIONS) as key:
+            return called, key
+
+    assert asyncio.run(play()) == ("key1", "of the annotations of key1")
+
+
 def test_an_api_key_is_no_name_that_is_stored() -> None:
     episodes = Episodes()
     asyncio.run(call(ClientDoor(episodes, "serve-1"), "sk-secret"))
@@ -115,7 +128,7 @@ def test_an_episode_ends_by_a_silence_and_never_while_a_call_is_open() -> None:
     async def play() -> tuple[list[Any], list[Any], str]:
         episodes = Episodes()
         door = ClientDoor(episodes, "serve-1", idle_seconds=0.05)
-        async with door.enter("", HERE):
+        async with door.enter("", HERE, CHAT):
             await asyncio.sleep(0.2)
             during = list(episodes.ends)
         await asyncio.sleep(0.2)

@@ -22,6 +22,7 @@ from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import LLM, AgentTask
 from agentrl.workflow.agents.held import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
 from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
@@ -70,41 +71,45 @@ class Place:
 
 
 @contextmanager
-def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any]) -> Iterator[Place]:
+def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = "") -> Iterator[Place]:
     """The place of an agent, until it has ended.
+
+    Args:
+        emit_key: what its annotations are written with; empty: they are not.
 
     Raises:
         ConfigError: this machine cannot hold it.
     """
     check_held(asked)
     if not asked.command and not asked.sandboxed:
-        yield Place([], clean_environment() | _model(llm), os.getcwd(), "", "", llm)
+        yield Place([], clean_environment() | _model(llm, emit_key), os.getcwd(), "", "", llm)
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
         (folder / "files").mkdir()
         (folder / "files" / "task.json").write_text(json.dumps(asdict(task), ensure_ascii=False))
         if asked.sandboxed:
-            yield stack.enter_context(_sandboxed(asked, folder, llm, config))
+            yield stack.enter_context(_sandboxed(asked, folder, llm, config, emit_key))
         else:
-            yield _unsafe(asked, folder / "files", llm)
+            yield _unsafe(asked, folder / "files", llm, emit_key)
 
 
-def _model(llm: LLM) -> dict[str, str]:
-    return {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+def _model(llm: LLM, emit_key: str) -> dict[str, str]:
+    known = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+    return known | ({EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key} if emit_key else {})
 
 
 def _told(folder: str) -> dict[str, str]:
     return {"AGENTRL_TASK": f"{folder}/task.json", "AGENTRL_ANSWER": f"{folder}/answer.json"}
 
 
-def _unsafe(asked: AgentConfig, files: Path, llm: LLM) -> Place:
-    environment = clean_environment() | _model(llm) | _told(str(files))
+def _unsafe(asked: AgentConfig, files: Path, llm: LLM, emit_key: str) -> Place:
+    environment = clean_environment() | _model(llm, emit_key) | _told(str(files))
     return Place(command_of(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
 
 
 @contextmanager
-def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any]) -> Iterator[Place]:
+def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[Place]:
     lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
     with ExitStack() as stack:
         stack.callback(lease.release)
@@ -129,7 +134,7 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
             words += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": INSIDE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
         environment |= {"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {}
-        for name, value in (environment | _model(llm) | _told(INSIDE)).items():
+        for name, value in (environment | _model(llm, emit_key) | _told(INSIDE)).items():
             words += ["--setenv", name, value]
         options = folder / "options"  # not on a command line, which everybody on this host can read
         options.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))

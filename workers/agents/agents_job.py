@@ -1,12 +1,10 @@
 """The `agents` job: run the agent of one attempt of one episode, from its claim to the row that says how it ended.
 
-The agent gets a key that opens its episode alone; the row has its hash. What it returns travels by this job, never by the
-endpoint. A worker that is lost takes its agents along: the episode begins anew with another. One that is asked to stop gives
-its agents up at once.
+The agent gets a key that opens its episode alone, and another one for its annotations; the row has the first one's hash. What
+it returns travels by this job, never by the endpoint. A worker that is lost takes its agents along: the episode begins anew
+with another. One that is asked to stop gives its agents up at once.
 """
 
-import hashlib
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from agentrl.workers.stack.dispatch import NO_REPLY
 from agentrl.workers.stack.presence import find_endpoint_url
 from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, write_when_possible
 from agentrl.workers.stack.replies import Waker
-from agentrl.workflow.agents import LLM, AgentTask
+from agentrl.workflow.agents import LLM, AgentTask, keys
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
@@ -32,7 +30,6 @@ from agentrl.workflow.store.agent_attempts import AgentEnd, AgentWork
 from agentrl.workflow.trajectory import Message
 
 log = getLogger("agentrl.agents")
-KEY_PREFIX = "agentrl-"
 HIDDEN = "[the attempt's key]"
 URL_SECONDS = 60.0
 """How long an agent waits for an endpoint to come up."""
@@ -44,13 +41,14 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
     episode = row_id(episode)
     if type(attempt) is not int or not 0 <= attempt < 2**31:
         raise ConfigError(f"A job came with {attempt!r:.100} where an attempt's number belongs.")
-    url, key, claim = _endpoint_url(), KEY_PREFIX + secrets.token_urlsafe(32), claim_name()
-    key_hash = hashlib.sha256(key.encode()).hexdigest()
-    work = agent_attempts.claim_agent(database(), episode, attempt, claim, key_hash, settings().lease_seconds)
+    url, emit_key, claim = _endpoint_url(), keys.new_emit_key(), claim_name()
+    key = keys.sampling_key(emit_key)
+    lease = settings().lease_seconds
+    work = agent_attempts.claim_agent(database(), episode, attempt, claim, keys.key_hash(key), lease)
     if work is None:
         return
     faultpoint("agent.claimed")
-    end = _run_claimed(work, claim, LLM(f"{url}/v1", key, work.run))
+    end = _run_claimed(work, claim, LLM(f"{url}/v1", key, work.run), emit_key)
     faultpoint("agent.over")
     if end is None:
         give_up = partial(agent_attempts.give_up_agent, database(), work.id, claim, "its agents worker was stopped")
@@ -79,12 +77,12 @@ def _endpoint_url() -> str:
             raise ServiceError("No endpoint runs, which agents call.", "Start one: agentrl worker endpoint")
 
 
-def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
+def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentEnd | None:
     """How the agent ended; None where this worker had to end it."""
     lost = threading.Event()
     heartbeat().hold_agent(work.id, claim, lost.set)
     try:
-        report = _run(work, llm, lambda: lost.is_set() or stopping.is_set())
+        report = _run(work, llm, emit_key, lambda: lost.is_set() or stopping.is_set())
     except AgentUnready as error:
         return AgentEnd(None, "AgentUnready", f"the agent {work.agent.name!r} cannot be loaded: {error}")
     except ConfigError as error:
@@ -95,7 +93,9 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM) -> AgentEnd | None:
         return None if stopping.is_set() else AgentEnd(None, KILLED, str(error))
     finally:
         heartbeat().drop_agent(work.id, claim)
-    return None if report is None else _without_key(AgentEnd(**asdict(report)), llm.api_key)
+    if report is None:
+        return None
+    return _without_key(_without_key(AgentEnd(**asdict(report)), llm.api_key), emit_key)
 
 
 def _without_key(end: AgentEnd, key: str) -> AgentEnd:
@@ -104,12 +104,12 @@ def _without_key(end: AgentEnd, key: str) -> AgentEnd:
     return replace(end, answer=answer, error=end.error.replace(key, HIDDEN), output=end.output.replace(key, HIDDEN))
 
 
-def _run(work: AgentWork, llm: LLM, is_stopped: Callable[[], bool]) -> Report | None:
+def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
     asked = work.agent
     task = AgentTask(
         work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference, work.training
     )
-    with agent_programs.placed(asked, task, llm, work.config) as place:
+    with agent_programs.placed(asked, task, llm, work.config, emit_key) as place:
         faultpoint("agent.started")
         return processes.run(place.order(asked, task), place.spec(asked), is_stopped)
 

@@ -24,7 +24,6 @@ from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.engines import Completion, Engine
-from agentrl.workflow.envs import gives_rewards
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.runtime.faults import faultpoint
@@ -71,9 +70,8 @@ class AgentRollout:
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
-        rewarded = bool(self.work.weights) or gives_rewards(env)
         self.recorder.of_agents = True
-        self.recorder.own_weight = 0.0 if rewarded and not config.agent.own_rewards else 1.0
+        self.recorder.counts_own = config.agent.own_rewards
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
         self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, self.experiment.engine)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)

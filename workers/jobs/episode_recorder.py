@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.workers.jobs.episode_scoring import scored_outcome, unscored_outcome
+from agentrl.workflow import emitters
+from agentrl.workflow.annotations import Annotation, rewards_of
 from agentrl.workflow.config import RolloutConfig
-from agentrl.workflow.envs import Env
+from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
-from agentrl.workflow.store import agent_steps, steps, waiting_runs
+from agentrl.workflow.store import agent_steps, episode_annotations, steps, waiting_runs
 from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.connect import Database
@@ -27,8 +29,8 @@ from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, Too
 @dataclass
 class EpisodeRecorder:
     """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
-    end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count with
-    `own_weight`; `of_agents` says that such agents decide.
+    end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count, as
+    those that agents and tools emit, where the run has no others, or `counts_own`; `of_agents` says that such agents decide.
     """
 
     db: Database
@@ -40,7 +42,7 @@ class EpisodeRecorder:
     on_end: Callable[[Episode], None]
     iteration_ready: int | None = None
     own_rewards: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    own_weight: float = 0.0
+    counts_own: bool = False
     of_agents: bool = False
     episodes: dict[int, Episode] = field(init=False)
     _judged: dict[int, tuple[Episode, tuple[str, ...]]] = field(default_factory=dict)
@@ -120,8 +122,10 @@ class EpisodeRecorder:
         be sent.
         """
         outcomes, asked = [], []
+        told = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
         for number, stop_reason in ended.items():
-            episode = replace(self.episodes[number], status="done", stop_reason=stop_reason)
+            said = told.get(number, ())
+            episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=said)
             try:
                 about = questions(episode, self.judges)
             except RewardError as error:
@@ -183,18 +187,31 @@ class EpisodeRecorder:
 
     def _score(self, ended: Episode, judges: Sequence[str] = (), said: Sequence[ToolResult] = ()) -> Outcome:
         answers = dict(zip(judges, said, strict=True))
-        own = self.own_rewards.get(ended.id, {})
-        return scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers, own, self.own_weight)
+        own = {**rewards_of(ended.annotations, len(ended.steps)), **self.own_rewards.get(ended.id, {})}
+        weight = 1.0 if self.counts_own or not (self.work.weights or gives_rewards(self.env)) else 0.0
+        heard: list[Annotation] = []
+        with emitters.collected(heard, "hook", "hook:score"):
+            outcome = scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers, own, weight)
+        self._note(ended, heard)
+        return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
         """Calls every hook at that place; a hook that raises fails the episode, loudly."""
-        for hook in self.hooks:
+        for number, hook in enumerate(self.hooks):
+            said: list[Annotation] = []
             try:
-                getattr(hook, place)(episode)
+                with emitters.collected(said, "hook", f"hook:{number}:{place}:{len(episode.steps)}"):
+                    getattr(hook, place)(episode)
             except Exception as error:  # noqa: BLE001 - a user's code; the episode fails with its message
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self.finish([failure])
                 return
+            self._note(episode, said)
+
+    def _note(self, episode: Episode, said: Sequence[Annotation]) -> None:
+        """Writes what hooks said of the episode; what they say again after a lost worker is there already."""
+        if said:
+            episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), said)
 
 
 def _agent_result(call: ToolCall, said: str | None) -> ToolResult | None:

@@ -19,7 +19,7 @@ def scored_outcome(
     hooks: Sequence[Hook],
     judges: Mapping[str, Judge],
     said: Mapping[str, ToolResult],
-    own: Mapping[str, float] = MappingProxyType({}),
+    own: Mapping[str, float | Sequence[float]] = MappingProxyType({}),
     own_weight: float = 0.0,
 ) -> Outcome:
     """The outcome done, with its reward; failed if a reward, the env or a hook raised.
@@ -27,7 +27,7 @@ def scored_outcome(
     Args:
         ended: the episode with its stop_reason.
         said: the answers of the judges that were asked.
-        own: the rewards that the episode's agent gave itself, each of which counts with `own_weight`.
+        own: the rewards that the episode's agent and its tools gave it, each of which counts with `own_weight`.
 
     Raises:
         InfraError: the system failed a reward.
@@ -51,7 +51,7 @@ def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 
-def _parts_from_agent(own: Mapping[str, float], parts: Mapping[str, Part], steps: int) -> dict[str, Part]:
+def _parts_from_agent(own: Mapping[str, float | Sequence[float]], parts: Mapping[str, Part], steps: int) -> dict[str, Part]:
     if twice := parts.keys() & own.keys():
         raise RewardError(f"the agent names its reward {min(twice)!r}, and a reward of the run has that name")
     return check_parts({name: numbers(value) for name, value in own.items()}, steps, "the agent")

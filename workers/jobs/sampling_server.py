@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from logging import getLogger
@@ -22,13 +22,16 @@ import uvicorn
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left, Refused, Said
 from agentrl.workers.stack.process import database
+from agentrl.workflow.agents.keys import key_hash, sampling_key
+from agentrl.workflow.annotations import Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, RequestError, chat_completions
-from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.errors import ConflictError, ServiceError, StateError
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.episode_annotations import add_annotations
 
 log = getLogger("agentrl.sampling_server")
 Scope = MutableMapping[str, Any]
@@ -41,6 +44,8 @@ BODY_SECONDS = 60.0
 WRITE_SECONDS = 60.0
 """In which a client has to take what it is sent; then it is as good as gone."""
 KEPT_KEYS = 10_000
+MAX_ANNOTATIONS = 1024 * 1024
+"""Bytes of annotations that come at once."""
 SMALL_BODY = 32 * 1024
 """Larger bodies are parsed in another thread."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
@@ -84,15 +89,15 @@ class SamplingServer:
         Raises:
             RequestError: 421: not held here; 409: of an attempt that is over.
         """
-        key_hash = hashlib.sha256(key.encode()).hexdigest()
-        if key_hash not in self._keys:
-            found = await asyncio.to_thread(agent_holds.find_key, self.rows(), key_hash)
+        hashed = key_hash(key)
+        if hashed not in self._keys:
+            found = await asyncio.to_thread(agent_holds.find_key, self.rows(), hashed)
             if found is None:
                 raise _not_here()
             if len(self._keys) >= KEPT_KEYS:
                 self._keys.clear()
-            self._keys[key_hash] = found
-        episode, attempt = self._keys[key_hash]
+            self._keys[hashed] = found
+        episode, attempt = self._keys[hashed]
         held = self._held.get(episode)
         if held is None:
             raise _not_here()
@@ -114,13 +119,20 @@ class SamplingServer:
             await exchange.refuse(RequestError(503, "The sampler cannot answer now.", code="unavailable"))
 
     async def _serve(self, exchange: "Exchange") -> None:
-        route: tuple[str, str] = (exchange.scope["method"], exchange.scope["path"])
-        if route not in (("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
-            raise RequestError(404, "There is no such route here.", code="not_found")
+        match exchange.scope["method"], exchange.scope["path"]:
+            case "POST", "/v1/chat/completions":
+                await self._sample(exchange)
+            case "POST", "/v1/annotations":
+                await self._note(exchange)
+            case "GET", "/v1/models":
+                _, _, holder = await self.find(exchange.key())
+                await exchange.answer(200, chat_completions.models(holder.model))
+            case _:
+                raise RequestError(404, "There is no such route here.", code="not_found")
+
+    async def _sample(self, exchange: "Exchange") -> None:
+        """Has a turn sampled, and writes it."""
         episode, attempt, holder = await self.find(exchange.key())
-        if route[0] == "GET":
-            await exchange.answer(200, chat_completions.models(holder.model))
-            return
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
         ask = ask if ask.model else replace(ask, model=holder.model)
@@ -156,6 +168,27 @@ class SamplingServer:
             for task in (reply, gone):
                 task.cancel()
             await asyncio.gather(reply, gone, return_exceptions=True)
+
+    async def _note(self, exchange: "Exchange") -> None:
+        """Writes what an agent says of its episode."""
+        episode, attempt, _ = await self.find(sampling_key(exchange.key()))
+        said = await asyncio.to_thread(_read_annotations, await exchange.body())
+        try:
+            await asyncio.to_thread(add_annotations, self.rows(), episode, attempt, said)
+        except StateError as error:
+            raise RequestError(409, error.message, code="episode_over") from None
+        except ConflictError as error:
+            raise RequestError(400, error.message, code="invalid_annotation") from None
+        await exchange.answer(200, {"annotations": len(said)})
+
+
+def _read_annotations(body: bytes) -> Sequence[Annotation]:
+    try:
+        if len(body) > MAX_ANNOTATIONS or not isinstance(found := json.loads(body), dict) or found.keys() != {"annotations"}:
+            raise ValueError(f"the body is an object with annotations alone, of at most {MAX_ANNOTATIONS} bytes")
+        return read_annotations(found["annotations"])
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
 
 
 def _put_all(said: "asyncio.Queue[Said]", words: Iterable[Said]) -> None:

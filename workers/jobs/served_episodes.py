@@ -4,8 +4,6 @@ One thread does it all, as in a rollout job: `AgentRollout` drives each episode,
 threads that serve, and are answered through futures.
 """
 
-import hashlib
-import secrets
 import threading
 import time
 from collections import deque
@@ -21,6 +19,7 @@ from agentrl.workers.jobs.inbox import POLL_SECONDS, Event, Inbox, take_events
 from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.stack.heartbeat import Heartbeat
 from agentrl.workflow import engines
+from agentrl.workflow.agents.keys import key_hash, new_emit_key, sampling_key
 from agentrl.workflow.errors import Fenced, ServiceError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
@@ -39,15 +38,20 @@ FORGET_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An episode that takes calls, and the key that they are forwarded with."""
+    """An episode that takes calls, and the key that its annotations are forwarded with."""
 
     episode: ServedEpisode
-    key: str
+    emit_key: str
 
     @property
     def id(self) -> int:
         """The episode's number."""
         return self.episode.id
+
+    @property
+    def key(self) -> str:
+        """The key that its calls are forwarded with."""
+        return sampling_key(self.emit_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class ServedEpisodes:
 
         The future raises ServiceError where the database is away, and StateError where the run is over.
         """
-        return self._order(partial(self._open, client, secrets.token_hex(16)))
+        return self._order(partial(self._open, client, new_emit_key()))
 
     def is_open(self, episode: int) -> bool:
         """Whether the episode takes calls."""
@@ -174,13 +178,12 @@ class ServedEpisodes:
             if (rollout := self._rollouts.get(group)) is not None:
                 self._guard(rollout, partial(rollout.handle, mine))
 
-    def _open(self, client: str, key: str) -> Opened:
+    def _open(self, client: str, emit_key: str) -> Opened:
         if self._closing.is_set() or self.lost.is_set():
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
         lease = settings().lease_seconds
-        key_hash = hashlib.sha256(key.encode()).hexdigest()
         try:
-            opened = served_runs.open_episode(self.db, self.run, client, key_hash, lease)
+            opened = served_runs.open_episode(self.db, self.run, client, key_hash(sampling_key(emit_key)), lease)
         except Fenced as error:
             self.lost.set()
             raise StateError(error.message, "Start another: agentrl serve") from error
@@ -193,7 +196,7 @@ class ServedEpisodes:
             log.warning("%s", error)  # it is taken up once the database is back; its calls wait, or come again
         if opened.id not in self._opened:
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
-        return Opened(opened, key)
+        return Opened(opened, emit_key)
 
     def _take_up(self, opened: ServedEpisode) -> None:
         """Drives the episode from the end of its rows.

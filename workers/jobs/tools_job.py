@@ -22,6 +22,8 @@ from agentrl.workers.stack.celery_app import app, own_queue, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY, send_call
 from agentrl.workers.stack.process import claim_name, database, worker_name
 from agentrl.workers.stack.replies import Waker
+from agentrl.workflow import emitters
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import (
     AgentRLError,
     ConfigError,
@@ -152,7 +154,7 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
         return _unopened_result(tool, unopened)
     patience, answer = Patience(), Future[ToolResult]()
     # A thread for each call, so that a call that never ends takes no other call's place.
-    attempt = (answer, partial(_run_timed, tool, work.arguments, patience))
+    attempt = (answer, partial(_run_timed, tool, work, patience))
     threading.Thread(target=_settle, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
     error = _wait_for_answer(answer, tool, patience)
     told = answer.result() if error is None else _failure_result(tool, error)
@@ -192,13 +194,15 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     return replace(told, seconds=patience.own_seconds)
 
 
-def _run_timed(tool: Tool, arguments: Mapping[str, Any], patience: Patience) -> ToolResult:
-    """The tool's result, with this thread's processor time unless a sandbox reported its own."""
+def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
+    """The tool's result with what it says of the episode, and this thread's processor time where no sandbox reported one."""
+    said: list[Annotation] = []
     try:
-        with patience.hold():
-            told = tool.run(arguments)
+        with patience.hold(), emitters.collected(said, "tool", f"call:{work.id}"):
+            told = tool.run(work.arguments)
     except ToolFailure as error:
         told = failure(tool, error)
+    told = replace(told, annotations=tuple(said)) if said else told
     return told if told.exit else replace(told, cpu_seconds=time.thread_time())
 
 

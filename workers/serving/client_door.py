@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from agentrl.workers.serving.api_errors import ApiError
-from agentrl.workers.serving.endpoint_app import Read
+from agentrl.workers.serving.endpoint_app import ANNOTATIONS, Read
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
@@ -48,6 +48,10 @@ class OpenedEpisode(Protocol):
     @property
     def key(self) -> str:
         """What its calls are forwarded with."""
+
+    @property
+    def emit_key(self) -> str:
+        """What its annotations are forwarded with."""
 
 
 class Episodes(Protocol):
@@ -105,8 +109,8 @@ class ClientDoor:
         return self.run
 
     @asynccontextmanager
-    async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
-        """See `Door`."""
+    async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
+        """See `Door`: a client's annotations open an episode as its calls do."""
         who = self._identify(shown, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1
@@ -118,7 +122,8 @@ class ClientDoor:
             client.rest.cancel()
             client.rest = None
         try:
-            yield (await self._opened(who, client)).key
+            opened = await self._opened(who, client)
+            yield opened.emit_key if path == ANNOTATIONS else opened.key
         finally:
             client.open_calls -= 1
             if not client.open_calls:

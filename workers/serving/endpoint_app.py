@@ -1,7 +1,8 @@
 """What the endpoint answers: routes, keys, limits. Calls that its door lets in are forwarded.
 
 `POST /v1/chat/completions` and `GET /v1/models` take the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`, or
-in the path: `/attempt/KEY/v1/...`. `GET /health` takes none.
+in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations, which the other one does
+not stand for. `GET /health` takes none.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
+from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import Place
@@ -43,7 +45,8 @@ OPEN_PER_ATTEMPT = 64
 MOST_KEY_CHARS = 256
 QUIET_SECONDS = 10.0
 CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
-ROUTES = {CHAT: "POST", MODELS: "GET", HEALTH: "GET"}
+ANNOTATIONS = "/v1/annotations"
+ROUTES = {CHAT: "POST", ANNOTATIONS: "POST", MODELS: "GET", HEALTH: "GET"}
 _IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
 _JSON = (b"content-type", b"application/json")
 
@@ -75,8 +78,9 @@ class Door(Protocol):
             ApiError: it would not be let in.
         """
 
-    def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AbstractAsyncContextManager[str]:
-        """The key of the attempt that the call belongs to, for as long as the call is open.
+    def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
+        """The key of the attempt that the call belongs to, for as long as the call is open: the one that writes annotations,
+        if that is what the path is for, else the one that samples.
 
         Raises:
             ApiError: it is not let in.
@@ -106,7 +110,7 @@ class AttemptDoor:
         return require_open(await find_place(self.places, _checked(shown))).run
 
     @asynccontextmanager
-    async def enter(self, shown: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[str]:
+    async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
         """See `Door`."""
         yield _checked(shown)
 
@@ -127,15 +131,10 @@ async def find_place(places: Places, key: str) -> Place | None:
         ApiError: the database is away.
     """
     try:
-        return await places.find(hash_key(key))
+        return await places.find(key_hash(key))
     except ServiceError as error:
         log.warning("%s", error)
         raise api_errors.broken(30) from None
-
-
-def hash_key(key: str) -> str:
-    """What the rows know a key by."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 @dataclass
@@ -181,11 +180,11 @@ class Endpoint:
             return
         headers = _first_of_each(scope["headers"])
         shown = key or _key_in_headers(headers)
-        if path == CHAT:
-            async with door.enter(shown, headers) as key:
-                await self._call(key, headers, exchange)
+        if path in (CHAT, ANNOTATIONS):
+            async with door.enter(shown, headers, path) as key:
+                await self._call(path, key, headers, exchange)
             return
-        with self._slot(hash_key(shown)):
+        with self._slot(key_hash(shown)):
             if path == MODELS:
                 run = await door.find_run(shown, headers)
                 listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
@@ -198,16 +197,19 @@ class Endpoint:
     def _door(self) -> Door:
         return self.door or AttemptDoor(self.places)
 
-    async def _call(self, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
-        with self._slot(hash_key(key)):
-            require_open(await find_place(self.places, key))
-            await self._forward(key, headers, exchange)
+    async def _call(self, path: str, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+        samples = sampling_key(key) if path == ANNOTATIONS else key
+        with self._slot(key_hash(samples)):
+            require_open(await find_place(self.places, samples))
+            await self._forward(path, key_hash(samples), _headers_for_worker(key, headers), headers, exchange)
 
     async def _read_own(self, headers: Mapping[bytes, bytes], exchange: "_Exchange", most: int) -> bytes:
         limits = replace(self.limits, body_bytes=min(most, self.limits.body_bytes))
         return await exchange.body(headers.get(b"content-length", b""), limits, lambda size: None)
 
-    async def _forward(self, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+    async def _forward(
+        self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: "_Exchange"
+    ) -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise api_errors.encoded_body()
         taken = 0
@@ -222,7 +224,7 @@ class Endpoint:
         try:
             body = await exchange.body(headers.get(b"content-length", b""), self.limits, take)
             faultpoint("endpoint.in")
-            call = Call(hash_key(key), CHAT, _headers_for_worker(key, headers), body)
+            call = Call(attempt, path, forwarded, body)
             limits = self.limits
             forward = Forward(
                 call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds
@@ -232,7 +234,7 @@ class Endpoint:
             self._held_bytes -= taken
 
     @contextmanager
-    def _slot(self, key_hash: str) -> Iterator[None]:
+    def _slot(self, attempt: str) -> Iterator[None]:
         """Counts the call as open.
 
         Raises:
@@ -240,15 +242,15 @@ class Endpoint:
         """
         if self._open.total() >= self.limits.open_calls:
             raise api_errors.too_many(f"{self.limits.open_calls} calls are open here")
-        if self._open[key_hash] >= self.limits.open_per_attempt:
+        if self._open[attempt] >= self.limits.open_per_attempt:
             raise api_errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
-        self._open[key_hash] += 1
+        self._open[attempt] += 1
         try:
             yield
         finally:
-            self._open[key_hash] -= 1
-            if not self._open[key_hash]:
-                del self._open[key_hash]
+            self._open[attempt] -= 1
+            if not self._open[attempt]:
+                del self._open[attempt]
 
 
 class _ClientGone(Exception):

@@ -12,6 +12,7 @@
 - `rollout_claims`  groups are claimed, handed back, finished
 - `steps`           a step's two transactions: sampled, observed
 - `tool_calls`      tool calls are started once in effect and answered once
+- `episode_annotations`  what agents, tools and hooks said of episodes
 - `groups`          what an iteration trains on, with the rewards of a set
 - `train_claims`    iterations are claimed for training, or sampled on
 - `train_commits`   updates are committed, policies published

@@ -1,6 +1,7 @@
 """New scores besides the old: a run's done episodes are read again, and a reward set is added in one transaction."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection, select
@@ -8,6 +9,7 @@ from sqlalchemy import Connection, select
 from agentrl.workflow.errors import ConflictError
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
+from agentrl.workflow.store.episode_annotations import annotations_of
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.rows import load_episodes, reward_rows, task_value
 from agentrl.workflow.tables import schema
@@ -34,8 +36,10 @@ def _load_page(tx: Connection, run_id: int, after: int) -> list[Episode]:
     chosen = tx.execute(mine.order_by(episodes.id).limit(PAGE_SIZE)).all()
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in chosen}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
-    found = load_episodes(tx, episodes.id.in_([row.id for row in chosen]), tasks)
-    return sorted(found, key=lambda episode: episode.id)
+    ids = [row.id for row in chosen]
+    said = annotations_of(tx, ids)
+    found = load_episodes(tx, episodes.id.in_(ids), tasks)
+    return [replace(episode, annotations=said.get(episode.id, ())) for episode in sorted(found, key=lambda episode: episode.id)]
 
 
 @transaction

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult, messages_of
 
@@ -116,6 +117,12 @@ def message_row(message: Message) -> dict[str, Any]:
 def _made_call_row(call: ToolCall) -> dict[str, Any]:
     row = {"name": clean(call.name), "arguments": clean_tree(call.arguments)}
     return row if call.error is None else row | {"error": clean(call.error)}
+
+
+def annotation_value(row: Mapping[Any, Any]) -> Annotation:
+    """The annotation of a row."""
+    told = (row["kind"], row["name"], row["data"], row["step"], row["seconds"], row["source"])
+    return Annotation(row["emission"], *told)
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:

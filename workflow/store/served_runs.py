@@ -192,7 +192,7 @@ def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
     episodes: Sequence[int] = [row.id for row in rows]
     steps = select(schema.steps.c.id).where(schema.steps.c.episode_id.in_(episodes))
     tx.execute(delete(schema.step_tokens).where(schema.step_tokens.c.step_id.in_(steps)))
-    for table in (schema.tool_calls, schema.steps, schema.rewards, schema.agent_attempts):
+    for table in (schema.tool_calls, schema.steps, schema.rewards, schema.annotations, schema.agent_attempts):
         tx.execute(delete(table).where(table.c.episode_id.in_(episodes)))
     tx.execute(delete(schema.episodes).where(_EPISODES.id.in_(episodes)))
     tx.execute(delete(schema.groups).where(_GROUPS.id.in_([row.group_id for row in rows])))

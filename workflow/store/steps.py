@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.episode_annotations import insert_annotations, tools_annotations
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
 from agentrl.workflow.store.rows import clean, clean_tree, message_row, pack
@@ -193,16 +194,19 @@ def _load_call_ids(tx: Connection, fence: Fence, records: Sequence[SampledStep])
     return [found.get((record.episode, record.step.index), []) for record in records]
 
 
-_CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds).where(
+_CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds, _CALLS.annotations).where(
     _CALLS.id.in_(bindparam("calls", expanding=True)), _CALLS.result.is_not(None)
 )
 
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """Call id -> result, for calls that have one."""
+    """Call id -> result, for calls that have one, with what their tools said of the episode."""
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
-    return {call: ToolResult(result, error_class, seconds) for call, result, error_class, seconds in rows}
+    return {
+        call: ToolResult(result, error_class, seconds, annotations=tools_annotations(said))
+        for call, result, error_class, seconds, said in rows
+    }
 
 
 @read_transaction
@@ -236,6 +240,9 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
+            said = [each for result in results for each in result.annotations]
+            if said:
+                insert_annotations(tx, episode, held.attempts[episode], step.index, held.run, said)
 
 
 _ROWS_OF_STEP = (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, bindparam, case, func, select, update
 
 from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.episode_annotations import annotation_rows
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
@@ -130,6 +131,7 @@ def record_result(tx: Connection, call: int, result: ToolResult, started_at: dat
         "sandbox": result.exit.sandbox if result.exit else None,
         "exit_status": result.exit.status if result.exit else None,
         "exit_code": result.exit.code if result.exit else None,
+        "annotations": annotation_rows(result.annotations) or None,
         "worker": worker,
         "finished_at": datetime.now(UTC),
     }

@@ -24,6 +24,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from agentrl.workflow.annotations import KINDS as ANNOTATION_KINDS
+from agentrl.workflow.annotations import SOURCES as ANNOTATION_SOURCES
 from agentrl.workflow.tables.columns import (
     Id,
     Utc,
@@ -326,6 +328,7 @@ tool_calls = Table(
     Column("sandbox", String(16), nullable=True),
     Column("exit_status", String(16), nullable=True),
     Column("exit_code", Integer, nullable=True),
+    Column("annotations", JSON(none_as_null=True), nullable=True),
     created_column(),
     time_column("started_at"),
     time_column("finished_at"),
@@ -381,6 +384,28 @@ agent_attempts = Table(
     CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name="running_has_key"),
 )
 """The agents that episodes were given to: one process per attempt, and how it ended."""
+
+annotations = Table(
+    "annotations",
+    metadata,
+    id_column(),
+    reference_column("episode_id", "episodes"),
+    Column("attempt", Integer, nullable=False),
+    Column("emission", String(64), nullable=False),
+    Column("step", Integer, nullable=True),
+    Column("source", String(8), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("data", JSON, nullable=False),
+    Column("seconds", Float(53), nullable=True),
+    created_column(),
+    run_name_column(),
+    UniqueConstraint("episode_id", "attempt", "emission"),
+    Index("ix_annotations_run", "run", "id"),
+    check_one_of("source", ANNOTATION_SOURCES),
+    check_one_of("kind", ANNOTATION_KINDS),
+)
+"""What agents, tools and hooks said of their episodes; the same emission once per attempt, and never changed."""
 
 reward_sets = Table(
     "reward_sets",

@@ -155,6 +155,11 @@ VIEWS = {
                {seconds:a.started_at,a.finished_at} AS seconds, a.created_at, a.started_at, a.finished_at
         FROM agent_attempts a CROSS JOIN episodes e CROSS JOIN iterations i
         WHERE e.id = a.episode_id AND i.id = e.iteration_id""",
+    "v_annotations": """
+        SELECT a.id, a.run, i.number + 1 AS iteration, a.episode_id, a.attempt, a.step, a.source, a.kind, a.name, a.data,
+               a.seconds, a.created_at
+        FROM annotations a CROSS JOIN episodes e CROSS JOIN iterations i
+        WHERE e.id = a.episode_id AND e.attempt <= a.attempt AND i.id = e.iteration_id""",
     "v_rewards": """
         SELECT w.id, w.run, i.number + 1 AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
                CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight

@@ -13,6 +13,7 @@ fields are the columns of its view.
 - `step_rows`       turns
 - `call_rows`       tool calls
 - `agent_attempt_rows`  attempts of agents from outside
+- `annotation_rows`  what agents, tools and hooks said
 - `reward_rows`     the parts of rewards
 - `ledger`          what became of every planned episode
 - `eval_results`    what evaluations came to

@@ -1,7 +1,7 @@
 """Episodes: pages of a run's, and a whole one for a transcript. A list reads no blob and no long text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, ClassVar, TypeVar
 
@@ -11,7 +11,7 @@ from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
 from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.step_rows import StepRow
-from agentrl.workflow.store.row_values import MAX_ID, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.row_values import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
 from agentrl.workflow.trajectory import Episode, Step
 
 EPISODE_ORDERS = {
@@ -193,7 +193,12 @@ def load_episode(tx: Any, episode: int) -> Episode:
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
-    return episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
+    found = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
+    said = select_rows(tx, _ANNOTATIONS, ("data",), id=episode, attempt=row["attempt"])
+    return replace(found, annotations=tuple(annotation_value(one) for one in said))
+
+
+_ANNOTATIONS = "SELECT * FROM annotations WHERE episode_id = :id AND attempt = :attempt ORDER BY id"
 
 
 _STEPS = """

@@ -1,0 +1,328 @@
+"""What agents, tools and hooks say of their episodes: rows once per attempt, read by rewards, replay and SQL."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+import agentrl
+from agentrl.cli.main import main
+from agentrl.workers.jobs import pending_agents
+from agentrl.workers.jobs.sampling_server import sampling_server
+from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.requests.rescoring import rescore
+from agentrl.workflow import emitters
+from agentrl.workflow.agents.keys import new_emit_key, sampling_key
+from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_DATA, Annotation, rewards_of
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.hooks import Hook
+from agentrl.workflow.store import episode_annotations
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.tool_calls import CallWork
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.trajectory import Episode, Message
+from tests.support.agents_stage import LONG_MS, Stage, ask, end_agent, episode_of, group_of, run_agent, staged, user, write
+from tests.support.played_runs import value, values
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.served_endpoint import Served, endpoint_over
+from tests.support.small_models import chat
+from tests.workers.test_workers import CALL, ends, in_memory, play, rollout_of
+
+__all__ = ["in_memory"]
+CHAT: Chat = chat()
+ANSWER = CHAT.turn(Message("assistant", "#### 42"))
+ASK = CHAT.turn(Message("assistant", "", tool_calls=(CALL.call,)))
+QUESTION = user("How much is 6*7?")
+ONE = {"id": "one", "kind": "annotation", "name": "note", "data": {"a": 1}}
+
+
+@pytest.fixture
+def db(own_database: Database, in_memory: None) -> Iterator[Database]:
+    pending_agents._replies.forget()
+    sampling_server.forget()
+    yield own_database
+    pending_agents._replies.forget()
+    sampling_server.forget()
+
+
+@pytest.fixture
+def stage(db: Database) -> Iterator[Stage]:
+    with staged(Stage(db, group_of(db), ScriptedEngine(lambda request: ANSWER), CHAT)) as entered:
+        yield entered
+
+
+@pytest.fixture
+def served(stage: Stage) -> Iterator[Served]:
+    with endpoint_over(stage.db) as found:
+        yield found
+
+
+def began(stage: Stage) -> tuple[int, str]:
+    """The only episode, whose agent has begun, and the key of its annotations."""
+    (number,) = stage.driver.recorder.episodes
+    key = new_emit_key()
+    run_agent(stage.db, number, sampling_key(key))
+    write(stage.db, f"UPDATE groups SET lease_until = {LONG_MS}")  # the endpoint forwards to who holds it
+    return number, key
+
+
+def emit(served: Served, key: str, *said: Any) -> httpx2.Response:
+    sent, headers = json.dumps({"annotations": list(said)}), {"authorization": f"Bearer {key}"}
+    return httpx2.post(f"{served.url}/v1/annotations", content=sent, headers=headers, timeout=30)
+
+
+SAYS = """
+import subprocess, sys
+import agentrl
+agentrl.emit_reward({"exact": True, "short": 0.25})
+agentrl.emit_reward(0.5, step=0)
+agentrl.emit_message("adding first", plan=[1, 2])
+agentrl.emit_object({"x": None}, name="state")
+agentrl.emit_annotation({"depth": 3}, name="tree", step=0)
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    agentrl.emit_exception(error)
+with agentrl.operation("search", query="Paris"):
+    pass
+
+@agentrl.operation
+def looked_up():
+    return 7
+
+assert looked_up() == 7
+if sys.argv[1:] != ["child"]:
+    subprocess.run([sys.executable, "-P", "-c", "import agentrl; agentrl.emit_message('from a child')"], check=True)
+"""
+
+
+def test_what_an_agents_process_and_its_children_say_are_rows_that_rewards_and_replay_read(
+    stage: Stage, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number, key = began(stage)
+    assert ask(stage, sampling_key(key), [QUESTION]).status == 200
+    environment = {emitters.EMIT_URL: f"{served.url}/v1/annotations", emitters.EMIT_KEY: key}
+    subprocess.run([sys.executable, "-P", "-c", SAYS], env=environment, check=True, timeout=120)
+    end_agent(stage, number)
+    stage.over()
+    said = episode_of(stage.db, number).annotations
+    assert [(each.kind, each.name, each.step) for each in said] == [
+        ("reward", "exact", 0),
+        ("reward", "short", 0),
+        ("reward", "reward", 0),
+        ("message", "", 0),
+        ("object", "state", 0),
+        ("annotation", "tree", 0),
+        ("exception", "ZeroDivisionError", 0),
+        ("operation", "search", 0),
+        ("operation", "looked_up", 0),
+        ("message", "", 0),
+    ]
+    assert said[3].data == {"message": "adding first", "plan": [1, 2]}
+    assert "ZeroDivisionError: division by zero" in said[6].data["traceback"]
+    assert said[7].seconds is not None
+    assert said[7].data == {"query": "Paris"}
+    assert said[9].data == {"message": "from a child"}
+    assert values(stage.db, "SELECT count(*) FROM v_annotations WHERE source = 'agent'") == [10]
+    parts = dict(row.split("=") for row in values(stage.db, "SELECT part || '=' || weight FROM v_rewards WHERE part <> 'x'"))
+    assert {name: float(weight) for name, weight in parts.items() if name in ("exact", "short", "reward")} == {
+        "exact": 0.0,  # the run has rewards of its own
+        "short": 0.0,
+        "reward": 0.0,
+    }
+    assert main(["replay", str(number)]) == 0
+    shown = capsys.readouterr().out
+    assert 'agent said: reward short  {"value": 0.25}' in shown
+    assert main(["replay", str(number), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["annotations"]) == 10
+
+
+def notes(episode: Episode) -> float:
+    """A reward that reads what was said."""
+    return float(sum(each.kind == "message" for each in episode.annotations))
+
+
+def test_a_reward_reads_what_was_said_when_a_run_is_scored_and_when_it_is_rescored(db: Database) -> None:
+    named = f"{__name__}:notes"
+    group = group_of(db, agent={"name": "tests.support.agents_stage:nobody", "own_rewards": True}, rewards={named: 1.0})
+    with staged(Stage(db, group, ScriptedEngine(lambda request: ANSWER), CHAT)) as stage, endpoint_over(db) as served:
+        number, key = began(stage)
+        ask(stage, sampling_key(key), [QUESTION])
+        message = {"kind": "message", "data": {"message": "hm"}}
+        assert emit(served, key, {**message, "id": "a"}, {**message, "id": "b"}).json() == {"annotations": 2}
+        earned = {"kind": "reward", "name": "own", "data": {"value": 0.5}}
+        assert emit(served, key, {**earned, "id": "c"}).status_code == 200
+        end_agent(stage, number)
+        stage.over()
+    parts = values(db, "SELECT part || ' ' || value || ' ' || weight FROM v_rewards ORDER BY part")
+    assert "own 0.5 1.0" in parts, "it was asked for"
+    assert rescore(db, str(value(db, "SELECT name FROM runs")), [named], "again")["mean"] == 2.0
+
+
+def test_what_is_said_twice_is_written_once_and_nothing_is_said_of_what_is_over(stage: Stage, served: Served) -> None:
+    number, key = began(stage)
+    assert emit(served, key, ONE).status_code == 200
+    assert emit(served, key, ONE, {**ONE, "id": "two"}).status_code == 200
+    assert values(stage.db, "SELECT emission FROM annotations ORDER BY id") == ["one", "two"]
+    assert values(stage.db, "SELECT count(*) FROM annotations WHERE step IS NULL") == [2]
+    ask(stage, sampling_key(key), [QUESTION])
+    end_agent(stage, number)
+    stage.over()
+    answer = emit(served, key, {**ONE, "id": "late"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "episode_over")
+    assert len(episode_of(stage.db, number).annotations) == 2
+
+
+def test_the_key_that_samples_says_nothing_and_a_strangers_key_is_refused(stage: Stage, served: Served) -> None:
+    _, key = began(stage)
+    for wrong in (sampling_key(key), sampling_key(sampling_key(key)), "stranger", "x" * 300):
+        assert emit(served, wrong, ONE).status_code == 401
+    here = httpx2.post(
+        f"http://{stage.driver.server.address}/v1/annotations",
+        json={"annotations": [ONE]},
+        headers={"authorization": f"Bearer {sampling_key(key)}"},
+    )
+    assert here.status_code == 421, "nor where the rollout itself is asked"
+    assert values(stage.db, "SELECT count(*) FROM annotations") == [0]
+
+
+DEEP: Any = {}
+for _ in range(40):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("words", "an annotation is an object"),
+        ({**ONE, "more": 1}, "an annotation is an object"),
+        ({**ONE, "id": ""}, "id is a text"),
+        ({**ONE, "id": "A" * 65}, "id is a text"),
+        ({**ONE, "id": 7}, "id is a text"),
+        ({**ONE, "kind": "spam"}, "kind is one of"),
+        ({**ONE, "name": "x" * 129}, "name is a text"),
+        ({**ONE, "step": -1}, "step is the index"),
+        ({**ONE, "step": 2**40}, "step is the index"),
+        ({**ONE, "step": True}, "step is the index"),
+        ({**ONE, "step": 3}, "has no step 3 yet"),
+        ({**ONE, "seconds": -1}, "seconds are a number"),
+        ({**ONE, "data": [1]}, "data are an object"),
+        ({**ONE, "data": DEEP}, "levels deep"),
+        ({**ONE, "data": {"a": "x" * MOST_DATA}}, f"at most {MOST_DATA} bytes"),
+        ({**ONE, "kind": "reward", "data": {"value": "much"}}, "a reward is a finite number"),
+        ({**ONE, "kind": "reward", "data": {"value": 1e31}}, "a reward is a finite number"),
+        ({**ONE, "kind": "reward", "data": {"value": True}}, "a reward is a finite number"),
+        ({**ONE, "kind": "reward", "name": "", "data": {"value": 1}}, "a reward has a name"),
+    ],
+)
+def test_what_is_no_annotation_is_refused_with_the_reason(stage: Stage, served: Served, said: Any, why: str) -> None:
+    _, key = began(stage)
+    answer = emit(served, key, said)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_annotation")
+    assert why in answer.json()["error"]["message"]
+    assert values(stage.db, "SELECT count(*) FROM annotations") == [0]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b"[" * 100_000, b'{"annotations": NaN}', b'{"annotations": 7}', b'{"annotations":[],"a":1}']
+)
+def test_a_body_that_is_no_list_of_annotations_is_refused(stage: Stage, served: Served, body: bytes) -> None:
+    _, key = began(stage)
+    sent = httpx2.post(f"{served.url}/v1/annotations", content=body, headers={"authorization": f"Bearer {key}"})
+    assert (sent.status_code, sent.json()["error"]["code"]) == (400, "invalid_annotation")
+
+
+def test_nobody_says_too_much(stage: Stage, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, key = began(stage)
+    assert emit(served, key, *({**ONE, "id": str(n)} for n in range(MOST_AT_ONCE + 1))).status_code == 400
+    monkeypatch.setattr(episode_annotations, "MOST_OF_ATTEMPT", 2)
+    assert emit(served, key, ONE).status_code == 200
+    assert "at most 2" in emit(served, key, {**ONE, "id": "two"}, {**ONE, "id": "three"}).json()["error"]["message"]
+    odd = {**ONE, "id": "odd", "name": "\udc00\x00", "data": {"\x00": "\ud800"}}
+    assert emit(served, key, odd).status_code == 200
+    assert values(stage.db, "SELECT name FROM annotations WHERE emission = 'odd'") == ["?\ufffd"]
+
+
+# tools and hooks
+
+
+def scores(number: int) -> str:
+    """Says what it thinks of the episode."""
+    agentrl.emit_reward(number / 4, name="progress")
+    with agentrl.operation("inside"):
+        return "noted"
+
+
+def test_what_a_tool_says_comes_with_its_result() -> None:
+    told = run_tool(Tool(scores), CallWork(7, "math", "scores", {"number": 3}, "none"))
+    assert [(each.id, each.source, each.kind, each.name) for each in told.annotations] == [
+        ("call:7:0", "tool", "reward", "progress"),
+        ("call:7:1", "tool", "operation", "inside"),
+    ]
+    assert told.annotations[0].data == {"value": 0.75}
+
+
+class Talks(Hook):
+    """Says something at every place."""
+
+    def on_rollout_start(self, episode: Episode) -> None:
+        agentrl.emit_message("begins")
+
+    def on_trace_end(self, episode: Episode) -> None:
+        agentrl.emit_annotation({"steps": len(episode.steps)}, name="seen")
+
+    def on_rollout_end(self, episode: Episode) -> None:
+        agentrl.emit_reward(7.0)
+
+
+def test_what_hooks_say_is_kept_once_and_is_no_reward(sqlite: Database) -> None:
+    play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Talks"]), turns=2)
+    ((status, _, _, reward),) = ends(sqlite)
+    assert (status, reward) == ("done", 0.5)
+    of_one = "FROM v_annotations WHERE episode_id = 1 ORDER BY id"
+    said = values(sqlite, f"SELECT kind || ' ' || coalesce(step, -1) || ' ' || source {of_one}")
+    assert said == ["message -1 hook", "annotation 0 hook", "reward 0 hook"]
+    names = values(sqlite, "SELECT emission FROM annotations WHERE episode_id = 1 ORDER BY id")
+    assert names == ["hook:0:on_rollout_start:0:0", "hook:0:on_trace_end:1:0", "hook:score:0"]
+
+
+def test_elsewhere_nothing_is_said_and_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(emitters.EMIT_KEY, raising=False)
+    agentrl.emit_reward(1.0)
+    with pytest.raises(ZeroDivisionError), agentrl.operation("fails"):
+        raise ZeroDivisionError
+
+
+def test_an_operation_that_raises_says_so_and_async_functions_are_timed_whole() -> None:
+    import asyncio
+
+    said: list[Annotation] = []
+
+    @agentrl.operation("slow", size=2)
+    async def slow() -> int:
+        await asyncio.sleep(0.01)
+        return 3
+
+    with emitters.collected(said, "tool", "test"):
+        assert asyncio.run(slow()) == 3
+        with pytest.raises(ValueError, match="no"), agentrl.operation("fails"):
+            raise ValueError("no")
+        with pytest.raises(agentrl.AgentRLError, match="A reward is a finite number"):
+            agentrl.emit_reward(float("nan"))
+    assert [(each.name, dict(each.data)) for each in said] == [("slow", {"size": 2}), ("fails", {"error": "ValueError: no"})]
+    assert said[0].seconds is not None
+    assert said[0].seconds >= 0.01
+
+
+def test_rewards_are_of_the_episode_or_of_its_steps_and_the_last_word_counts() -> None:
+    def said(number: float, step: int | None = None, source: str = "agent") -> Annotation:
+        data = {"value": number} if step is None else {"value": number, "step": step}
+        return Annotation("x", "reward", "r", data, step, None, source)
+
+    assert rewards_of([said(1.0), said(0.5)], 2) == {"r": 0.5}
+    assert rewards_of([said(1.0, 0), said(0.25, 0), said(2.0, 1), said(0.5)], 3) == {"r": (0.25, 2.0, 0.5)}
+    assert rewards_of([said(1.0, source="hook"), said(1.0, 9)], 2) == {}

@@ -1,0 +1,156 @@
+"""What an agent, a tool or a hook says about its episode beside the conversation: rewards, messages, objects, errors, times.
+
+An annotation is a value that is written once and never changed. Whatever comes from outside is read by `read_annotations`,
+within bounds.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+KINDS = ("reward", "message", "object", "annotation", "exception", "operation", "span")
+SOURCES = ("agent", "tool", "hook")
+MOST_AT_ONCE = 100
+MOST_OF_ATTEMPT = 10_000
+"""Annotations that one attempt at an episode may have."""
+MOST_NAME = 128
+MOST_DATA = 64 * 1024
+"""Bytes of an annotation's data as JSON."""
+MOST_DEPTH = 32
+MOST_STEP = 2**31 - 1
+LARGEST = 1e30
+_ID = re.compile(r"[0-9a-z:_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Something that was said of an episode.
+
+    Args:
+        id: its name within the attempt; what comes twice under one id is written once.
+        kind: one of KINDS.
+        name: what it is called: of a reward its part, of an exception its class.
+        data: any JSON object.
+        step: the index of the step that it is tied to; None: none was recorded yet. A reward with a step of its own in `data`
+            is that step's; any other is the episode's.
+        seconds: how long an operation took.
+        source: one of SOURCES: who said it.
+    """
+
+    id: str
+    kind: str
+    name: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    seconds: float | None = None
+    source: str = "agent"
+
+
+def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
+    """Reads annotations that came as JSON.
+
+    Raises:
+        ValueError: one is none; the message says why.
+    """
+    if not isinstance(values, list) or len(values) > MOST_AT_ONCE:
+        raise ValueError(f"annotations come as a list of at most {MOST_AT_ONCE}")
+    return tuple(read_annotation(value, source) for value in values)
+
+
+def read_annotation(value: Any, source: str = "agent") -> Annotation:
+    """Reads one.
+
+    Raises:
+        ValueError: it is none; the message says why.
+    """
+    if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
+        raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
+    made = Annotation(
+        value.get("id", ""),
+        value.get("kind", ""),
+        value.get("name", ""),
+        value.get("data") or {},
+        value.get("step"),
+        value.get("seconds"),
+        source,
+    )
+    check(made)
+    return made
+
+
+def check(made: Annotation) -> None:
+    """Checks what somebody made.
+
+    Raises:
+        ValueError: it cannot be kept; the message says why.
+    """
+    if not isinstance(made.id, str) or not _ID.fullmatch(made.id):
+        raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
+    if made.kind not in KINDS:
+        raise ValueError(f"an annotation's kind is one of {', '.join(KINDS)}")
+    if not isinstance(made.name, str) or len(made.name) > MOST_NAME:
+        raise ValueError(f"an annotation's name is a text of at most {MOST_NAME} characters")
+    if made.step is not None and not (type(made.step) is int and 0 <= made.step <= MOST_STEP):
+        raise ValueError("an annotation's step is the index of a step, from 0")
+    if made.seconds is not None and not (_is_number(made.seconds) and made.seconds >= 0):
+        raise ValueError("an annotation's seconds are a number from 0")
+    if made.kind == "reward":
+        _check_reward(made)
+    _check_data(made)
+
+
+def _check_reward(made: Annotation) -> None:
+    value = made.data.get("value") if isinstance(made.data, Mapping) else None
+    if not made.name or not made.name.isprintable() or len(made.name) > 64:
+        raise ValueError("a reward has a name of 1 to 64 printable characters")
+    if not _is_number(value) or abs(value) > LARGEST:
+        raise ValueError("a reward is a finite number")
+
+
+def _check_data(made: Annotation) -> None:
+    if not isinstance(made.data, Mapping) or _is_deep(made.data, MOST_DEPTH):
+        raise ValueError(f"an annotation's data are an object, at most {MOST_DEPTH} levels deep")
+    try:
+        size = len(json.dumps(made.data, allow_nan=False).encode("utf-8", "replace"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"an annotation's data are JSON: {str(error)[:200]}") from None
+    if size > MOST_DATA:
+        raise ValueError(f"an annotation's data have at most {MOST_DATA} bytes as JSON, not {size}")
+
+
+def _is_deep(value: Any, left: int) -> bool:
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return left == 0 or any(_is_deep(each, left - 1) for each in inner)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float | tuple[float, ...]]:
+    """The rewards among them by name: a number, or one for each of so many steps where any was said of a step.
+
+    What is said again of the same replaces what was said before; what is said of the whole episode beside steps is the last
+    step's. Those of steps that are not there, and those of hooks, which return theirs, do not count.
+    """
+    whole: dict[str, float | tuple[float, ...]] = {}
+    by_step: dict[str, dict[int, float]] = {}
+    for each in annotations:
+        if each.kind != "reward" or each.source == "hook":
+            continue
+        step = each.data.get("step")
+        if step is None:
+            whole[each.name] = float(each.data["value"])
+        elif step < steps:
+            by_step.setdefault(each.name, {})[step] = float(each.data["value"])
+    for name, said in by_step.items():
+        last = whole.get(name, 0.0)
+        assert isinstance(last, float)
+        values = [said.get(step, 0.0) for step in range(steps)]
+        whole[name] = (*values[:-1], values[-1] + last)
+    return whole

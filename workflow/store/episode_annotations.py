@@ -1,0 +1,101 @@
+"""Annotations of episodes: written once per attempt, tied to the newest step, never changed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, func, select
+
+from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation
+from agentrl.workflow.errors import ConflictError, StateError
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.rollout_claims import Fence, check_claim
+from agentrl.workflow.store.row_values import annotation_value, clean, clean_tree
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import OPEN
+
+_ROWS, _EPISODES, _STEPS = schema.annotations.c, schema.episodes.c, schema.steps.c
+_OF_EPISODES = (
+    select(schema.annotations)
+    .join(schema.episodes, (_EPISODES.id == _ROWS.episode_id) & (_EPISODES.attempt == _ROWS.attempt))
+    .where(_ROWS.episode_id.in_(bindparam("episodes", expanding=True)))
+    .order_by(_ROWS.id)
+)
+
+
+@transaction
+def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[Annotation]) -> None:
+    """Writes what was said of the episode's attempt, but for what is there already.
+
+    Raises:
+        StateError: the episode is over, or another attempt of it is on.
+        ConflictError: the attempt would have too many, or one is of a step that is not there yet.
+    """
+    current = select(_EPISODES.attempt, _EPISODES.status, schema.runs.c.name).where(_EPISODES.id == episode)
+    row = tx.execute(current.join(schema.runs, schema.runs.c.id == _EPISODES.run_id)).one_or_none()
+    if row is None or row.attempt != attempt or row.status not in OPEN:
+        raise StateError("This episode is over, or another attempt of it is on.")
+    mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
+    count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
+    if count + len(said) > MOST_OF_ATTEMPT:
+        raise ConflictError(f"An episode has at most {MOST_OF_ATTEMPT} annotations.")
+    newest = select(func.max(_STEPS.number)).where(_STEPS.episode_id == episode, _STEPS.attempt == attempt)
+    step = tx.execute(newest).scalar_one()
+    for each in said:
+        if each.step is not None and (step is None or each.step > step):
+            raise ConflictError(f"The episode has no step {each.step} yet: steps are counted from 0.")
+    insert_annotations(tx, episode, attempt, step, row.name, said)
+
+
+@transaction
+def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, said: Sequence[Annotation]) -> None:
+    """Writes what who holds the episode's group says of it, after so many steps; what is there already stays.
+
+    Raises:
+        Fenced: another worker holds the group.
+    """
+    held = check_claim(tx, fence)
+    insert_annotations(tx, episode, held.attempts[episode], steps - 1 if steps else None, held.run, said)
+
+
+def insert_annotations(
+    tx: Connection, episode: int, attempt: int, step: int | None, run: str, said: Sequence[Annotation]
+) -> None:
+    """Inserts rows for those that are not there yet; `step` is that of those that name none."""
+    of_all = {"episode_id": episode, "attempt": attempt, "run": run}
+    rows = [{**of_all, "source": each.source, "step": step if each.step is None else each.step, **_row(each)} for each in said]
+    keys = ["episode_id", "attempt", "emission"]
+    tx.execute(insert(tx, schema.annotations).on_conflict_do_nothing(index_elements=keys), rows)
+
+
+@read_transaction
+def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
+    """Episode -> what was said of its current attempt, in order; those of which nothing was said are left out."""
+    return annotations_of(tx, episodes)
+
+
+def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
+    """As load_annotations, inside a transaction."""
+    found: dict[int, tuple[Annotation, ...]] = {}
+    for row in tx.execute(_OF_EPISODES, {"episodes": list(episodes)}).mappings():
+        found[row["episode_id"]] = (*found.get(row["episode_id"], ()), annotation_value(row))
+    return found
+
+
+def annotation_rows(said: Sequence[Annotation]) -> list[dict[str, Any]]:
+    """What a tool said, as its call's row holds it."""
+    return [_row(each) for each in said]
+
+
+def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
+    """What a call's row holds of what its tool said."""
+    return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
+
+
+def _row(said: Annotation) -> dict[str, Any]:
+    return {
+        "emission": said.id,
+        "kind": said.kind,
+        "name": clean(said.name),
+        "data": clean_tree(dict(said.data)),
+        "seconds": said.seconds,
+    }
