@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from agentrl.cli.output import Json, cell, one_line, say, show, show_json, show_lines, show_rows
+from agentrl.cli.output import Json, say, show, show_json, show_lines, show_rows
 from agentrl.cli.replay_diff import diff as compared
 from agentrl.cli.run_tree import show_tree
 from agentrl.cli.targets import (
@@ -18,10 +18,11 @@ from agentrl.cli.targets import (
     pick_run,
     stored_reader,
 )
-from agentrl.cli.transcript import as_document, transcript_lines
 from agentrl.cli.verify import verify as verified
 from agentrl.cli.watch import trained_on_query
+from agentrl.workflow.analysis.transcript import as_document, transcript_lines
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import cell, one_line
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",

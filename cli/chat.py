@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.chat_history import History
 from agentrl.cli.keyboard import Keyboard, replace_invalid
-from agentrl.cli.output import console, one_line, say, show_lines
-from agentrl.cli.transcript import conversation_lines
+from agentrl.cli.output import console, say, show_lines
 from agentrl.cli.turn_display import Voice
+from agentrl.workflow.analysis.transcript import conversation_lines
 from agentrl.workflow.errors import AgentRLError, ConfigError, did_you_mean
+from agentrl.workflow.runtime.shown_text import one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk

@@ -9,7 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from agentrl.cli.output import clean, say
+from agentrl.cli.output import say
+from agentrl.workflow.runtime.shown_text import clean
 
 HEADER = "agentrl chat history 1"
 MAX_MESSAGES = 1000

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.eval_pairs import OTHER_CODE, OTHER_REWARDS, Pair, Row, counted_rewards, find_pair
-from agentrl.cli.output import Json, cell, format_interval, say, show, show_json
+from agentrl.cli.output import Json, format_interval, say, show, show_json
 from agentrl.cli.targets import stored_reader
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentrl.cli.output import Line
 from agentrl.cli.turn_display import Voice, turn_lines
 from agentrl.workflow.agent import refusal
 from agentrl.workflow.chat.parsing import THINK
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.runtime.shown_text import Line
 from agentrl.workflow.tools import Tool, run_within
 from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.training.demonstrations import Demonstration

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, cell, format_interval, one_line, say, show, show_json
+from agentrl.cli.output import Json, format_interval, say, show, show_json
 from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.runtime.gc_pause import pause_gc
+from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk

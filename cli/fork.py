@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, Line, cell, one_line, say, show, show_json, show_lines, show_rows
+from agentrl.cli.output import Json, say, show, show_json, show_lines, show_rows
 from agentrl.cli.targets import GivenEpisode, LastEpisode, pick_episode, stored_database, stored_reader
 from agentrl.cli.watch import RunName
+from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
 
 def fork(

@@ -9,8 +9,9 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from agentrl.cli.output import clean, say, show
+from agentrl.cli.output import say, show
 from agentrl.workflow.errors import NotFoundError, did_you_mean
+from agentrl.workflow.runtime.shown_text import clean
 
 PAUSE_SECONDS = 0.3
 MOST_LINES = 10_000

@@ -6,50 +6,18 @@ and rich's markup is never interpreted. `--json` is one document, in ASCII, so t
 
 import csv
 import json
-import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
 
+from agentrl.workflow.runtime.shown_text import Line, cell, clean, one_line, plain
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-# A terminal's title or link ends, and soon: of one without an end only the beginning is removed.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]{0,500}(?:\x07|\x1b\\)|[ -/]*[0-~])")
-# Control characters but \t and \n; marks that turn the direction of text; invisible characters, and line ends of other systems;
-# half surrogate pairs.
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-    "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
-)
-CELL_CHARS = 60
-"""Longest text in a cell of a table."""
-MAX_DEPTH = 100
-"""Levels of a value that are shown; deeper ones become `...`."""
-MOST_BITS = 10_000
-"""The most bits of an integer that is written in decimal; Python writes no more than 4300 digits."""
-MOST_DIGITS = 300
-"""The most digits of a Postgres number that is written in decimal; no float has more."""
-
-Line = tuple[str, str]
-"""A text, of one line or several, and rich's name of its style."""
-
-
-def clean(text: str) -> str:
-    """The text without terminal escapes; other control characters become U+FFFD."""
-    return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
-
-
-def one_line(text: str, limit: int = CELL_CHARS) -> str:
-    """The text cleaned, on one line, cut at `limit` characters."""
-    flat = " ".join(clean(text[: 4 * limit + 1000]).split())
-    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
 def say(text: str) -> None:
@@ -158,27 +126,6 @@ def console(stderr: bool = False) -> Any:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
-def cell(value: Any) -> str:
-    """A value as a short text on one line."""
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return "yes" if value else "no"
-        case int():
-            return one_line(str(plain(value)))
-        case float():
-            return f"{value:.4g}"
-        case datetime():
-            return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        case bytes() | memoryview():
-            return f"<{len(value)} bytes>"
-        case dict() | list():
-            return one_line(json.dumps(plain(value), ensure_ascii=False))
-        case _:
-            return one_line(str(value))
-
-
 def format_interval(found: Mapping[str, Any]) -> str:
     """`95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
     whose = f"{found['interval_by']} " if found["interval_by"] else ""
@@ -188,39 +135,6 @@ def format_interval(found: Mapping[str, Any]) -> str:
 def format_decimals(value: float) -> str:
     """A number of a curve with three decimals, or as `cell` writes it if it has five digits or more."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null, numbers of many digits as text."""
-    match value:
-        case None | bool() | str():
-            return value
-        case int():
-            return value if value.bit_length() <= MOST_BITS else hex(value)
-        case float():
-            return value if math.isfinite(value) else None
-        case datetime():
-            return value.astimezone(UTC).isoformat()
-        case bytes() | memoryview():
-            return bytes(value).hex()
-        case Mapping() | list() | tuple() if depth >= MAX_DEPTH:
-            return "..."
-        case Mapping():
-            return {str(key): plain(item, depth + 1) for key, item in value.items()}
-        case list() | tuple():
-            return [plain(item, depth + 1) for item in value]
-        case Decimal():  # Postgres' type of a sum
-            return _plain_number(value)
-        case _:
-            return str(value)
-
-
-def _plain_number(value: Decimal) -> int | float | str | None:
-    if not value.is_finite():
-        return None
-    if value.adjusted() > MOST_DIGITS:
-        return str(value)
-    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def _rich_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
@@ -239,11 +153,6 @@ def _rich_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 def _is_number(text: str) -> bool:
     return text == "-" or re.fullmatch(r"-?[0-9.]+(e[+-]?[0-9]+)?", text) is not None
-
-
-def format_count(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def format_duration(seconds: float) -> str:

@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import Line, cell, show_json, show_lines
+from agentrl.cli.output import show_json, show_lines
 from agentrl.cli.targets import stored_database
 from agentrl.cli.verify import full_number, line_style, parting_lines, quote
+from agentrl.workflow.runtime.shown_text import Line, cell
 from agentrl.workflow.trajectory import Episode
 
 if TYPE_CHECKING:

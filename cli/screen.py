@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
-from agentrl.cli.output import cell, clean, format_count, format_decimals, format_duration, format_interval
+from agentrl.cli.output import format_decimals, format_duration, format_interval
 from agentrl.cli.plot import plot, sparkline
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, iteration_numbers, iteration_seconds
+from agentrl.workflow.runtime.shown_text import cell, clean, format_count
 
 LABEL, VALUES, BAR = 14, 24, 40
 MIN_CURVE_LINES = 6

@@ -28,11 +28,12 @@ from agentrl.cli.offline_options import (
     show_made,
     train_with_progress,
 )
-from agentrl.cli.output import Json, cell, say
+from agentrl.cli.output import Json, say
 from agentrl.cli.targets import Trust, find_trained_policy, is_stored_policy
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
+from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:
     from agentrl.workflow.config import ModelConfig

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.continued_policy import resolve_start, with_origin
-from agentrl.cli.output import Json, cell, say, show, show_json, show_table
+from agentrl.cli.output import Json, say, show, show_json, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import FLAGS, parse_weights
+from agentrl.workflow.runtime.shown_text import cell
 
 _DEFAULTS = RunConfig().flat()
 

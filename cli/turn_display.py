@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from agentrl.cli.output import Line, clean
 from agentrl.workflow.chat.parsing import END_THINK, THINK
+from agentrl.workflow.runtime.shown_text import Line, clean
 from agentrl.workflow.trajectory import Message
 
 PLAIN, DIM = "", "italic dim"

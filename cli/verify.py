@@ -5,9 +5,10 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.output import Line, cell, one_line, say, show_json, show_lines
+from agentrl.cli.output import say, show_json, show_lines
 from agentrl.cli.targets import stored_database
 from agentrl.workflow.errors import CheckpointError, ConfigError, StateError, did_you_mean
+from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 from agentrl.workflow.trajectory import Episode, Message, SamplingKey, ToolResult
 
 if TYPE_CHECKING:

@@ -13,13 +13,10 @@ import typer
 
 from agentrl.cli.output import (
     Json,
-    Line,
-    cell,
     console,
     format_decimals,
     format_duration,
     format_interval,
-    one_line,
     say,
     show,
     show_json,
@@ -29,6 +26,7 @@ from agentrl.cli.plot import plot
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
 from agentrl.cli.targets import NewestRun, pick_run, stored_reader
+from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5

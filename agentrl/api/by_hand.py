@@ -29,7 +29,7 @@ from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets.jsonl import read_rows
 from agentrl.workflow.envs import Env, score_episode
-from agentrl.workflow.errors import ConfigError, DatasetError, StateError
+from agentrl.workflow.errors import ConfigError, DatasetError, RewardError, StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Reward, assign_rewards, numbers, part_of
@@ -128,7 +128,10 @@ class RolloutWorker:
         if not ended.task.reference and not self._rewards:
             return ended  # nothing says what is right
         parts = score_episode(self.env, ended, self.env.rewards)
-        own = {name: part_of(numbers(reward(ended)), len(ended.steps), name) for name, reward in self._rewards.items()}
+        own = {
+            name: part_of(numbers(judged(reward, name, ended)), len(ended.steps), name)
+            for name, reward in self._rewards.items()
+        }
         return assign_rewards(ended, parts | own, self.env.rewards)
 
 
@@ -186,6 +189,18 @@ class GRPOTrainer:
         sha256 = checkpoint_cache.write(path, self._trainer.save)
         self._policy.ref = PolicyRef(before.base, before.base_hash, path, sha256, before.version + 1)
         return told
+
+
+def judged(reward: Reward, name: str, ended: Episode) -> Any:
+    """What the reward gives the episode.
+
+    Raises:
+        RewardError: it raised.
+    """
+    try:
+        return reward(ended)
+    except Exception as error:
+        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def grouped(episodes: Iterable[Episode]) -> list[Group]:

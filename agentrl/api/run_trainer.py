@@ -22,6 +22,7 @@ from agentrl.workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
     from agentrl.api.live import Live
+    from agentrl.workflow.trajectory import Episode
 
 Strategy = Literal["processes", "cluster"]
 EVAL_EVERY = 10
@@ -126,6 +127,31 @@ class Trainer:
         self.run = self._place.open().run(name)
         return self._follow(self.run) if wait else self.run
 
+    def dev(self, agent: Any = None, train_dataset: Any = None, **options: Any) -> "list[Episode]":
+        """Tries the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
+
+        A debugger works, and functions are called as they are. No row is kept.
+
+        Args:
+            agent, train_dataset, options: as in `fit`.
+
+        Returns:
+            The episodes, with their rewards.
+
+        Raises:
+            AgentRLError: there is no such dataset or model, a reward raised, or there are more tasks than one tries.
+        """
+        from agentrl.api.dev import try_agent
+
+        keys = self._keys | keys_of(options)
+        keys |= self._dataset_keys(train_dataset, None)
+        env = self._env if self._env is not None else keys.get("env")
+        rewards = {getattr(each, "__name__", str(each)): (each, weight) for each, weight in _weighed(self._rewards)}
+        if env is None:
+            env = PLAIN if rewards else _env_of(keys)
+        keys = {key: value for key, value in keys.items() if key.partition(".")[0] not in ("agent", "env", "hooks", "rewards")}
+        return try_agent(keys, agent if agent is not None else self._agent, env, rewards, _listed(self._hooks))
+
     def config(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Any) -> dict[str, Any]:
         """The keys that `fit` submits, with names in place of objects: what a config file of the same run says.
 
@@ -168,8 +194,7 @@ class Trainer:
         """The rewards of the env, which are kept beside the run's own and do not count."""
         env = keys.get("env")
         if env is None and "dataset.name" in keys:
-            split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
-            env = env_of(DatasetConfig(name=str(keys["dataset.name"]), **split))
+            env = _env_of(keys)
         return {} if env is None else dict.fromkeys(find("envs", str(env)).rewards, 0.0)
 
     def _submit(self, keys: Mapping[str, Any]) -> str:
@@ -225,6 +250,13 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
+
+
+def _env_of(keys: Mapping[str, Any]) -> str:
+    """The env of the dataset that the keys name."""
+    asked = DatasetConfig()
+    split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
+    return env_of(asked.model_copy(update={"name": str(keys.get("dataset.name", asked.name))} | split))
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:

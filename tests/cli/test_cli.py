@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
 from agentrl.cli.main import main
-from agentrl.cli.output import cell, clean, one_line, show_json
+from agentrl.cli.output import show_json
 from agentrl.cli.plot import buckets, plot, sparkline
 from agentrl.cli.run_view import RunView, held_out_line
 from agentrl.cli.screen import live_lines
@@ -32,6 +32,7 @@ from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
+from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import (
     control_reads,

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.cli.commands import COMMANDS, GROUPS
 from agentrl.cli.main import main
-from agentrl.cli.output import CELL_CHARS
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.runtime.shown_text import CELL_CHARS
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from agentrl.cli.chat_history import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, History
 from agentrl.cli.keyboard import read_message
-from agentrl.cli.output import clean
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import clean
 from agentrl.workflow.tool_formats.hermes import hermes
 
 # what is typed

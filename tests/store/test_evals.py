@@ -15,7 +15,6 @@ from sqlalchemy import text
 from agentrl.cli import maintenance
 from agentrl.cli.evaluate import eval_run_of
 from agentrl.cli.main import main
-from agentrl.cli.output import cell
 from agentrl.cli.targets import find_policy
 from agentrl.workers.requests.eval_config import sampling_differences
 from agentrl.workers.requests.submission import prepare
@@ -26,6 +25,7 @@ from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, DatasetError, Fenced, NotFoundError
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.plugins import find, names
+from agentrl.workflow.runtime.shown_text import cell
 from agentrl.workflow.settings import settings
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.store import control_reads, evals, planning, retention, train_commits

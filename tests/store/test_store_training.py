@@ -7,9 +7,9 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import IntegrityError
 
-from agentrl.cli.output import cell
 from agentrl.cli.watch import eval_line, iteration_line
 from agentrl.workflow.errors import Fenced, ModelError, StateError
+from agentrl.workflow.runtime.shown_text import cell
 from agentrl.workflow.stats.evaluation import Score, evaluate
 from agentrl.workflow.store import control_reads, planning, rollout_claims, run_names, steps, train_claims, train_commits
 from agentrl.workflow.store.connect import Database

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from itertools import groupby, zip_longest
 from typing import Any
 
-from agentrl.cli.output import Line, cell, format_count, one_line
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.chains import UNREAD, chains_of, reasons_not_to_train
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
 from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
@@ -19,7 +19,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
-        yield from _said_lines([each for each in record.episode.annotations if each.step is None])
+        yield from said_lines([each for each in record.episode.annotations if each.step is None])
     idle = reasons_not_to_train(record.episode)
     for step in record.episode.steps:
         if only in (None, step.index):
@@ -28,31 +28,37 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
             if idle.get(step.index) == UNREAD:
                 yield f"  does not train: {UNREAD}", "yellow"
-            yield from _said_lines([each for each in record.episode.annotations if each.step == step.index])
+            yield from said_lines([each for each in record.episode.annotations if each.step == step.index])
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
     yield from _end_lines(record)
 
 
-def conversation_lines(steps: Sequence[Step]) -> Iterator[Line]:
-    """Turns that are not in a database, as lines like those of `transcript_lines`."""
+def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
+    """Turns that are not in a database, as lines like those of `transcript_lines`.
+
+    Args:
+        of_agent: an agent from outside ran their calls.
+    """
     heard: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
         made = zip_longest(step.message.tool_calls, step.results or ())
-        yield from _step_lines(step, row, [_call_row(index, *pair) for index, pair in enumerate(made)], heard)
+        yield from _step_lines(
+            step, row, [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(made)], heard
+        )
         heard = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
     yield "", ""
     yield f"{len(steps)} turns, {prompt} + {sampled} tokens", "dim"
 
 
-def _call_row(index: int, call: ToolCall, result: ToolResult | None) -> dict[str, Any]:
+def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) -> dict[str, Any]:
     """A row as the database would have it, for a call that was made here."""
     told = result or ToolResult("")
     return {
-        **{"call": index, "kind": "call", "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
+        **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
         **{"status": "not made", "result": result and told.content, "error_class": told.error_class, "seconds": told.seconds},
         **{"sandbox": told.exit and told.exit.sandbox, "exit_code": told.exit and told.exit.code},
         "cpu_seconds": told.cpu_seconds or 0.0,
@@ -148,7 +154,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
     yield f"  {_logprob_text(step)}", "dim"
 
 
-def _said_lines(said: Sequence[Annotation]) -> Iterator[Line]:
+def said_lines(said: Sequence[Annotation]) -> Iterator[Line]:
     """What its agent, tools and hooks said, a line each."""
     for each in said:
         took = "" if each.seconds is None else f" ({each.seconds:.3f} s)"

@@ -1,0 +1,255 @@
+"""Trying an agent: its episodes one after another in this process, where a debugger works, and everything printed.
+
+The policy, the endpoint and the recorder are those of a run; the rows are gone afterwards, and nothing is updated.
+"""
+
+import asyncio
+import os
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import isawaitable
+from types import TracebackType
+from typing import Any
+
+from agentrl.api.by_hand import RolloutWorker, judged
+from agentrl.workers.jobs import sampling_server
+from agentrl.workers.jobs.sampling_server import SamplingServer
+from agentrl.workers.jobs.served_episodes import ServedEpisodes
+from agentrl.workers.requests.serve_request import serve_config, serve_submission
+from agentrl.workers.serving.endpoint import make_server, serve
+from agentrl.workers.serving.endpoint_app import Endpoint
+from agentrl.workers.serving.places import Places
+from agentrl.workers.serving.policy_server import open_run, unrecorded_database
+from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
+from agentrl.workers.stack.process import base_hashes, claim_name
+from agentrl.workflow.agents import LLM, AgentResult, AgentTask, read_result
+from agentrl.workflow.agents.classes import as_function
+from agentrl.workflow.analysis.transcript import conversation_lines, said_lines
+from agentrl.workflow.annotations import rewards_of
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
+from agentrl.workflow.envs import Env, gives_rewards, score_episode
+from agentrl.workflow.errors import ConfigError, RewardError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.hooks import Hook, parts_told
+from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
+from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.shown_text import cell, clean
+from agentrl.workflow.store import endpoint_reads, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.trajectory import Episode, Task
+
+MOST_TASKS = 100
+"""Episodes of one call; more are for a run."""
+HERE = "agentrl.api.dev:agent"
+"""What a run's config calls an agent that is called by this process."""
+_databases: list[Database] = []
+
+
+@dataclass
+class Trial:
+    """What is tried: an agent, or the built-in loop, on tasks, with rewards and hooks as they are here.
+
+    Args:
+        config: of the model and how it is sampled.
+        agent: a function, a class or one that was made; None: the built-in loop.
+        rewards: by name, with their weights.
+    """
+
+    config: RunConfig
+    agent: Any
+    env: Env
+    rewards: Mapping[str, tuple[Reward, float]]
+    hooks: Sequence[Hook] = ()
+    _shown: list[str] = field(default_factory=list)
+
+    def run(self) -> list[Episode]:
+        """An episode of each task, printed as it comes; an agent's error ends its episode and no other.
+
+        Raises:
+            AgentRLError: there is no such dataset or model, or a reward raised.
+        """
+        tasks = load_tasks(self.config.dataset).tasks
+        if len(tasks) > MOST_TASKS:
+            raise ConfigError(
+                f"dev is for trying, with at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_samples=3."
+            )
+        with ExitStack() as stack:
+            policy = stack.enter_context(open_policy(self.config, seed=self.config.seed))
+            play = self._loop(policy) if self.agent is None else stack.enter_context(self._agent_player(policy))
+            return [self._play(play, task, number, len(tasks)) for number, task in enumerate(tasks, 1)]
+
+    def _play(self, play: Callable[[Task], Episode], task: Task, number: int, count: int) -> Episode:
+        _print(f"=== task {number} of {count}: {task.key}")
+        ended = play(task)
+        for text, _ in (*conversation_lines(ended.steps, self.agent is not None), *said_lines(ended.annotations)):
+            _print(text)
+        for hook in self.hooks:
+            told = {name: numbers(value) for name, value in parts_told(hook, ended).items()}
+            if told:
+                sums = {name: part if isinstance(part, float) else sum(part) for name, part in told.items()}
+                ended = replace(ended, rewards={**ended.rewards, **sums}, reward=(ended.reward or 0.0) + sum(sums.values()))
+        parts = ", ".join(f"{name} {cell(value)}" for name, value in ended.rewards.items())
+        _print(f"{ended.stop_reason}: reward {cell(ended.reward)}{f' ({parts})' if parts else ''}\n")
+        return ended
+
+    def _loop(self, policy: OpenPolicy) -> Callable[[Task], Episode]:
+        worker = RolloutWorker(policy, self.env, {name: reward for name, (reward, _) in self.rewards.items()})
+        return worker.run_episode
+
+    @contextmanager
+    def _agent_player(self, policy: OpenPolicy) -> Iterator[Callable[[Task], Episode]]:
+        served = serve_config(self.config, None, self.config.rollout.model_dump())
+        values = {**served.flat(), "agent.name": HERE, "agent.own_rewards": True, "model": policy.policy.config.model_dump()}
+        config = build({key: value for key, value in values.items() if not key.startswith("model.")})
+        with unrecorded_database() as db, _answering(db) as server:
+            run = open_run(db, serve_submission(db, config, policy.ref, "", None), claim_name())
+            train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
+            episodes = ServedEpisodes(db, run, Experiment(config), policy, server)
+            episodes.start()
+            try:
+                with _endpoint(db) as url:
+                    yield partial(self._act, db, episodes, f"{url}/v1", run.name)
+            finally:
+                episodes.close()
+
+    def _act(self, db: Database, episodes: ServedEpisodes, url: str, model: str, task: Task) -> Episode:
+        """The agent at the task, in this thread."""
+        opened = episodes.open(task.key).result()
+        for hook in self.hooks:
+            hook.on_rollout_start(Episode(task, id=opened.id))
+        result, failed = AgentResult(), False
+        with _environment(LLM(url, opened.key, model), opened.emit_key):
+            try:
+                result = read_result(_called(as_function(self.agent), _as_agents_see(task), LLM(url, opened.key, model)))
+            except Exception as error:  # noqa: BLE001 - a person's agent, whose error is shown
+                _print("".join(traceback.format_exception(error.with_traceback(_from_agent(error)))))
+                failed = True
+        episodes.end(opened.id, result.answer, result.rewards).result()
+        found = episode_rows.find_episode(db, opened.id).episode
+        ended = replace(found, task=task, stop_reason="agent_error" if failed else found.stop_reason)
+        if not ended.steps:
+            _print("The model was not called: pass llm.base_url, llm.api_key and llm.model to the client.")
+        return self._scored(ended, result)
+
+    def _scored(self, ended: Episode, result: AgentResult) -> Episode:
+        parts: dict[str, Part] = {} if not ended.task.reference and self.env.rewards else self._env_parts(ended)
+        weights = dict.fromkeys(self.env.rewards, 0.0) if self.rewards else dict(self.env.rewards)
+        for name, (reward, weight) in self.rewards.items():
+            parts[name], weights[name] = part_of(numbers(judged(reward, name, ended)), len(ended.steps), name), weight
+        rewarded = bool(weights) or gives_rewards(self.env)
+        for name, value in {**rewards_of(ended.annotations, len(ended.steps)), **(result.rewards or {})}.items():
+            if name in parts:
+                raise RewardError(f"The agent names its reward {name!r}, and a reward of the run has that name.")
+            parts[name], weights[name] = part_of(numbers(value), len(ended.steps), name), 0.0 if rewarded else 1.0
+        return assign_rewards(ended, parts, weights)
+
+    def _env_parts(self, ended: Episode) -> dict[str, Part]:
+        return score_episode(self.env, ended, self.env.rewards)
+
+
+def try_agent(
+    config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
+) -> list[Episode]:
+    """What `Trainer.dev` does, of the config's keys and of objects or their paths.
+
+    Raises:
+        AgentRLError: as `Trial.run`; or a path leads to nothing.
+    """
+    if isinstance(agent, str):
+        if agent.startswith("cmd:"):
+            raise ConfigError("dev calls an agent in this process, and a program is another one.", "Submit it with one task.")
+        agent = find("agents", agent)
+    found = {name: (find("rewards", reward) if isinstance(reward, str) else reward, w) for name, (reward, w) in rewards.items()}
+    made = [find("hooks", hook) if isinstance(hook, str) else hook for hook in hooks]
+    hooks = [hook() if isinstance(hook, type) else hook for hook in made]
+    return Trial(build(config), agent, env if isinstance(env, Env) else find("envs", env), found, hooks).run()
+
+
+def _from_agent(error: BaseException) -> TracebackType | None:
+    """Where the error came from, without the frames that called the agent."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _called(solve: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
+    value = solve(task, llm)
+    if not isawaitable(value):
+        return value
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_awaited(value))
+    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs in this thread
+        return beside.submit(asyncio.run, _awaited(value)).result()
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _as_agents_see(task: Task) -> AgentTask:
+    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+    return AgentTask(task.key, messages, dict(task.metadata), None, True)
+
+
+@contextmanager
+def _environment(llm: LLM, emit_key: str) -> Iterator[None]:
+    """The environment that an agent's own process has of its model, for as long as it is called."""
+    told = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+    told |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@Once
+def _sampling() -> SamplingServer:
+    """One for the process: its thread has no end of its own."""
+    return sampling_server.start(lambda: _databases[-1], LOOPBACK)
+
+
+@contextmanager
+def _answering(db: Database) -> Iterator[SamplingServer]:
+    _databases.append(db)
+    try:
+        yield _sampling()
+    finally:
+        _databases.remove(db)
+
+
+@contextmanager
+def _endpoint(db: Database) -> Iterator[str]:
+    """The URL of an endpoint over these rows, in a thread of its own."""
+    app = Endpoint(Places(partial(endpoint_reads.find_places, db)))
+    server, listening = make_server(app), bind(LOOPBACK, 0)
+    thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)), name="endpoint", daemon=True)
+    thread.start()
+    try:
+        yield url_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def _print(text: str) -> None:
+    print(clean(text), flush=True)
