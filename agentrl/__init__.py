@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
     from agentrl.api.curve import Curve
     from agentrl.api.episode import Episodes, StoredEpisode
+    from agentrl.api.given_model import GRPO, PPO
     from agentrl.api.lists import Rows, Table
     from agentrl.api.place import InMemoryStore
     from agentrl.api.run import Run, StoredPolicy
@@ -42,7 +43,9 @@ if not (Path(__file__).parent / "workflow").is_dir():
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRPO",
     "LLM",
+    "PPO",
     "Agent",
     "AgentRLError",
     "AgentTask",
@@ -83,6 +86,7 @@ _PLACES = {
     "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
+    "agentrl.api.given_model": ("GRPO", "PPO"),
     "agentrl.api.lists": ("Rows", "Table"),
     "agentrl.api.place": ("InMemoryStore",),
     "agentrl.api.run": ("Run", "StoredPolicy"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from agentrl.api import command_process, given_rows, importable
+from agentrl.api.given_model import GRPO
 from agentrl.api.options import keys_of
 from agentrl.api.place import InMemoryStore, Place
 from agentrl.api.run import Run
@@ -36,7 +37,7 @@ class Trainer:
     """Trains a policy, by what the command line types as `agentrl submit`.
 
     Args:
-        algorithm: a name ("grpo", "ppo", ...) or an `Algorithm`.
+        algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
         agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, its path, or "cmd:PROGRAM ...";
             None: the built-in loop.
         model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
@@ -58,7 +59,7 @@ class Trainer:
 
     def __init__(
         self,
-        algorithm: "str | Algorithm | None" = None,
+        algorithm: "str | Algorithm | GRPO | None" = None,
         *,
         agent: Any = None,
         model: str | Path | None = None,
@@ -80,7 +81,11 @@ class Trainer:
         self._variables = self._strategy_variables(n_runners)
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
-        self._keys = (read_yaml(Path(config)) if config is not None else {}) | keys_of(options)
+        self._keys = read_yaml(Path(config)) if config is not None else {}
+        if isinstance(algorithm, GRPO):
+            self._keys |= algorithm.keys(self._place.settings)
+            self._algorithm = None
+        self._keys |= keys_of(options)
         if model is not None:
             self._keys["model.path"] = str(model)
         self._attached: str | None = None
