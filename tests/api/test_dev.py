@@ -26,12 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Neither a variable nor the endpoint's thread stays."""
+def nothing_left(home: Path) -> Iterator[None]:
+    """Neither a variable nor the endpoint's thread stays, and no database."""
     before = dict(os.environ)
     yield
     assert {name for name in os.environ if before.get(name) != os.environ[name]} <= {"PYTEST_CURRENT_TEST"}
     assert not [thread.name for thread in threading.enumerate() if thread.name in ("endpoint", "episodes")]
+    assert not (home / "agentrl.db").exists()
 
 
 def ask(llm: Any, messages: Any) -> str:
