@@ -40,6 +40,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
         "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or verify it."),
+        "prompts": Entry("agentrl.cli.prompts:prompts", "List a run's prompts, version by version, and what they gained."),
         "events": Entry("agentrl.cli.browse:events", "List the events of a run."),
         "why": Entry("agentrl.cli.fork:why", "Tell which update trained on an episode, or why none did."),
         "whatif": Entry("agentrl.cli.whatif:whatif", "Compare what other algorithms make of an update."),

@@ -83,7 +83,7 @@ NEIGHBOURS = 3
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
-    "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "waiting", "open",
+    "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "waiting", "open",
 )  # fmt: skip
 """Fates as columns of the table; a fate without episodes is left out."""
 
@@ -99,6 +99,7 @@ SENTENCES = {
     "failed": "not trained: it failed ({error})",
     "infra_error": "not trained: the system failed it ({error})",
     "cancelled": "not trained: the run was cancelled",
+    "searched": "made to choose a text; no update trains on it",
     "evaluated": "made to measure a policy; no update trains on it",
     "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
     "waiting": "done, and not trained yet: its iteration is still open",

@@ -267,6 +267,15 @@ def _describe_evaluation(evaluation: Any, every: int) -> str:
     return f"every {every} versions: {tasks} x {evaluation.group_size}"
 
 
+def _describe_roles(submission: Any) -> dict[str, str]:
+    """Of a search, what its tasks are for."""
+    roles = list(submission.roles.values())
+    if not roles:
+        return {}
+    choose, held_out = roles.count("choose"), roles.count("held_out")
+    return {"of these": f"{len(submission.tasks) - len(roles)} teach, {choose} choose, {held_out} are held out"}
+
+
 def describe_agent(agent: AgentConfig) -> str:
     """The agent, and where it runs."""
     if not agent.sandboxed:
@@ -281,8 +290,12 @@ def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -
 
 
 def _describe_update(made: Any) -> dict[str, Any]:
-    """The parts of an update that differ from the ordinary."""
+    """The parts of an update that differ from the ordinary; of a search what it works on."""
+    from agentrl.workflow.algorithms import searches
+
     config = made.config
+    if searches(made.algorithm):
+        return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}
     found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
@@ -306,11 +319,11 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         **_describe_update(prepared.experiment),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
-        "epochs": submission.passes,
-        "iterations": submission.iterations,
+        **({} if submission.kind == "search" else {"epochs": submission.passes, "iterations": submission.iterations}),
         "group_size": submission.group_size,
         **({"held_out": _describe_evaluation(submission.evaluation, config.eval.every)} if submission.evaluation else {}),
-        "episodes": planned or "stored",
+        **_describe_roles(submission),
+        "episodes": planned or ("as many as the search takes" if submission.kind == "search" else "stored"),
         **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
         "output_dir": submission.output_dir,
     }

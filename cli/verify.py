@@ -49,7 +49,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
                 "Verify the rest: --verify tokens, --verify rewards.",
             )
         asked = tuple(name for name in asked if name != TOOLS)
-    made = Experiment.load(origin.config)
+    made = Experiment.load(origin.config).reading(origin.resources)
     reports: dict[str, Any] = {name: check(origin, made) for name, check in _CHECKS.items() if name in asked}
     every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
     same = all(report.same for report in every)

@@ -93,7 +93,16 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         {} if is_open else run_rows.find_most_frequent_agent_error(db, run),
         run_rows.why_sampling_on(db, run),
         evals=evals,
+        gained=_gained(db, row),
     )
+
+
+def _gained(db: Any, row: Row) -> list[str]:
+    if row["kind"] != "search" or row["status"] in OPEN_STATUSES:
+        return []
+    from agentrl.cli.prompts import gain_lines, gain_of
+
+    return list(gain_lines(gain_of(db, row["run"])))
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
@@ -219,6 +228,7 @@ def summary(view: RunView) -> list[Line]:
         lines += [(line, "cyan") for line in plot(view.rewards)]
     if view.scores:
         lines.append((f"  {held_out_line(view)}", ""))
+    lines += [(f"  {line}", "") for line in view.gained]
     lines += _failure_lines(view)
     if run["status"] in ("paused", "failed"):
         now = view.progress
@@ -234,6 +244,7 @@ def summary(view: RunView) -> list[Line]:
         ("  Look closer:", ""),
         (f"    {listed if run['episodes_done'] or not view.rewards else trained_on_query(name)}", ""),
         ("    agentrl replay EPISODE", ""),
+        *([(f"    agentrl prompts {name}", "")] if run["kind"] == "search" else []),
         *([(curve, "")] if view.rewards else []),
     ]
 

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.resources import read_resources
 
 MOST = 2**31 - 1
 """The largest count; rows, arrays and servers have no room for more."""
@@ -36,6 +37,11 @@ Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_as_tuple)]
 """One row of the database or several, by their numbers."""
+
+
+def _as_resources(value: Any) -> Any:
+    return read_resources({str(name): text for name, text in value.items()}) if isinstance(value, Mapping) else value
+
 
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
 """Name -> weight."""
@@ -262,6 +268,28 @@ class SourceConfig(Section):
         return bool(self.runs or self.groups)
 
 
+class SearchConfig(Section):
+    """How an algorithm that improves texts goes about it. One that is unset is the algorithm's own, one that it does not read
+    is refused (`algorithms.settle_search`).
+    """
+
+    critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
+    critic_tokens: int = Field(2048, ge=1, le=131_072, description="The most tokens that it may answer with")
+    critic_temperature: float = Field(1.0, ge=0, le=10, description="Its sampling temperature")
+    samples: int = Field(1, ge=1, le=1024, description="Episodes for each task and each candidate")
+    choose_tasks: int = Field(16, ge=1, le=4096, description="Tasks by which candidates are chosen")
+    held_out_tasks: int = Field(32, ge=2, le=4096, description="Tasks that no choice reads, for the gain that is reported")
+    batch_tasks: int | None = Field(None, ge=1, le=1024, description="Tasks that the critic is shown at once")
+    rounds: int | None = Field(None, ge=1, le=1000, description="apo: rounds of critique and edit")
+    beam_width: int | None = Field(None, ge=1, le=64, description="apo: candidates that a round leaves")
+    branch_factor: int | None = Field(None, ge=1, le=64, description="apo: edits of each of them")
+    max_rollouts: int | None = Field(None, ge=1, le=MOST, description="gepa: episodes that it may choose by")
+
+
+SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_rollouts")
+"""Keys of `search.*` that some algorithms read and others do not."""
+
+
 class EvalConfig(Section):
     """How a training run measures its own policies on tasks that it does not train on: the first, every Nth and the last."""
 
@@ -362,6 +390,9 @@ class RunConfig(Section):
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
     rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
+    resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(
+        {}, description="Texts that it works with, by name: prompts, system_prompt, tool:NAME"
+    )
     served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
     agent: AgentConfig | None = None
     output_dir: str | None = Field(None, description="Where checkpoints go [in AGENTRL_HOME]")
@@ -373,6 +404,7 @@ class RunConfig(Section):
     update: UpdateConfig = UpdateConfig()
     critic: CriticConfig = CriticConfig()
     source: SourceConfig = SourceConfig()
+    search: SearchConfig = SearchConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="before")
@@ -449,14 +481,14 @@ class RunConfig(Section):
 NO_AGENT: dict[str, Any] = {name: None if name == "name" else field.default for name, field in AgentConfig.model_fields.items()}
 """The section `agent` where there is none."""
 
-WEIGHTS = ("rewards",)
-"""The keys that hold names and weights, and no keys of ours."""
+NAMED = ("rewards", "resources")
+"""The keys that hold names of a person's own, and no keys of ours."""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping of weights is one value."""
+    """Dotted keys and their values; a mapping of names is one value."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in WEIGHTS:
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in NAMED:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -4,7 +4,8 @@ A part is found when it is first asked for, and kept: a tools worker need not ha
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, offered_tools, scoring_hash
 from agentrl.workflow.plugins import find
+from agentrl.workflow.resources import SYSTEM_PROMPT, TOOL
 from agentrl.workflow.rewards import Judge, judges_of
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.trainers import TrainerBackend
@@ -40,6 +42,18 @@ class Experiment:
         """The env that the agent acts in; an empty one if none is named."""
         found: Env = find("envs", self.config.env) if self.config.env is not None else Env()
         return found
+
+    def reading(self, resources: Mapping[str, str]) -> "Experiment":
+        """The same with these texts: the env's system prompt, and what tools say of themselves."""
+        if self.config.agent is not None or not resources:
+            return self
+        made = replace(self)
+        told = {name.removeprefix(TOOL): text for name, text in resources.items() if name.startswith(TOOL)}
+        tools = {name: tool.described(told[name]) if name in told else tool for name, tool in self.tools.items()}
+        env = copy(self.env)  # a user's own class may not be made of its fields alone
+        object.__setattr__(env, "system_prompt", resources.get(SYSTEM_PROMPT, env.system_prompt))
+        vars(made).update(env=env, tools=tools)
+        return made
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:

@@ -177,6 +177,7 @@ def _check(kind: str, name: str, found: Any) -> None:
         fits, wanted = callable(found) or by_methods, "nothing that can be called"
     else:
         wanted = f"no {_CLASSES[kind]}"
-        fits = isinstance(found, getattr(importlib.import_module(f"{PACKAGE}.{kind}"), _CLASSES[kind]))
+        room = importlib.import_module(f"{PACKAGE}.{kind}")
+        fits = isinstance(found, getattr(room, _CLASSES[kind])) or (kind == "algorithms" and room.searches(found))
     if not fits:
         raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(found).__name__}.", "Name another.")

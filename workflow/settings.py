@@ -59,6 +59,8 @@ class Settings(BaseSettings):
         default="", description="http:// URL of the server that the engines openai and llamacpp sample with."
     )
     engine_key: str = Field(default="", description="Its API key, where it wants one.")
+    critic_url: str = Field(default="", description="http:// URL of the endpoint where apo and gepa ask for critique.")
+    critic_key: str = Field(default="", description="Its API key, where it wants one.")
     search: str = Field(
         default="", description="What the tool search reads: a folder of text files, a .jsonl file, or an http:// URL."
     )

@@ -12,12 +12,13 @@ from agentrl.api.lists import Rows
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store import run_names
 from agentrl.workflow.store.driver_reader import Reader
-from agentrl.workflow.store.reads import eval_results, event_rows, group_rows, iteration_rows, run_rows
+from agentrl.workflow.store.reads import eval_results, event_rows, group_rows, iteration_rows, resource_rows, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
 from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.group_rows import GroupFilter, GroupRow
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, IterationRow, UpdateFilter, UpdateRow
+from agentrl.workflow.store.reads.resource_rows import CriticCallFilter, CriticCallRow, ResourceFilter, ResourceRow
 from agentrl.workflow.store.reads.run_rows import RunRow
 from agentrl.workflow.trajectory import Message, PolicyRef, Role
 
@@ -90,6 +91,20 @@ class Run:
     def events(self, **chosen: Any) -> Rows[EventRow, EventRow]:
         """What happened to it."""
         return _rows(EventRow, self._db, event_rows.list_events, EventFilter, self.name, chosen)
+
+    def prompts(self, **chosen: Any) -> Rows[ResourceRow, ResourceRow]:
+        """The versions of the texts that it works with: how they came about, and what they earned."""
+        return _rows(ResourceRow, self._db, resource_rows.list_resources, ResourceFilter, self.name, chosen)
+
+    def critic_calls(self) -> Rows[CriticCallRow, CriticCallRow]:
+        """What its search asked a critic, and was answered."""
+        return _rows(CriticCallRow, self._db, resource_rows.list_critic_calls, CriticCallFilter, self.name, {})
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """Its texts by name: those that its search chose, else those of its config; for another run's `resources`."""
+        best = {row.name: row.text for row in self.prompts(chosen=True)}
+        return {**self.config.get("resources", {}), **best}
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
         """Its evaluations of its own policies."""

@@ -244,5 +244,6 @@ def test_the_task_file_holds_what_the_agent_may_know(open_folder: Path, endpoint
     with inside(open_folder):
         said = ran(endpoint, script(open_folder, "import os; print(open(os.environ['AGENTRL_TASK']).read())")).output
     assert json.loads(said) == {
-        "key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {"n": 1}, "reference": None, "training": True
+        "key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {"n": 1}, "reference": None,
+        "training": True, "resources": {},
     }  # fmt: skip

@@ -82,7 +82,7 @@ LEASE = 30.0
 FIRST, WHOLE = Paging(20), Paging(MAX_SIZE)
 """A page as it comes, and a whole list."""
 
-WITHOUT_IDS = ("v_ledger", "v_tool_sessions")
+WITHOUT_IDS = ("v_ledger", "v_tool_sessions", "v_episode_resources")
 """An episode stands in the first once for each run that trained on it; a session is its episode's."""
 
 OF_RUN = {"v_evals": "measures"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from agentrl.workflow.algorithms import searches
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
@@ -97,5 +98,9 @@ def test_every_tool_format_is_in_the_table() -> None:
 def test_every_algorithm_is_in_the_table_with_its_curve() -> None:
     table = section(DOCS / "algorithms.md", "# Algorithms and rewards")
     learned = section(DOCS / "measurements.md", "## Do the algorithms learn?")
-    for told in (table.split("| for any of them |")[0], learned):
-        assert set(re.findall(r"^\| `(\w+)`", told, re.MULTILINE)) == set(names("algorithms"))
+    prompts = section(DOCS / "algorithms.md", "## Prompts that learn")
+    searching = {name for name in names("algorithms") if searches(find("algorithms", name))}
+    named = re.compile(r"^\| `(\w+)`", re.MULTILINE)
+    assert set(named.findall(prompts)) == searching
+    for told in (table.replace(prompts, "").split("| for any of them |")[0], learned):
+        assert set(named.findall(told)) == set(names("algorithms")) - searching

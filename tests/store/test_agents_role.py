@@ -15,8 +15,9 @@ from agentrl.workflow.tables import schema
 from tests.support.played_runs import values
 from tests.support.served_endpoint import attempt
 
+READ_WHOLE = ("agent_attempts", "service_leases", "group_resources")
 REFUSED = (
-    *(f"SELECT * FROM {name}" for name in schema.metadata.tables if name not in ("agent_attempts", "service_leases")),
+    *(f"SELECT * FROM {name}" for name in schema.metadata.tables if name not in READ_WHOLE),
     *("SELECT reference FROM tasks", "SELECT reward FROM episodes", "SELECT manifest FROM runs", "SELECT address FROM groups"),
     *("UPDATE episodes SET reward = 1", "UPDATE agent_attempts SET attempt = 7", "UPDATE agent_attempts SET episode_id = 7"),
     *("DELETE FROM agent_attempts", "INSERT INTO agent_attempts (episode_id, attempt) VALUES (1, 9)"),
@@ -35,7 +36,7 @@ REFUSED = (
 ALLOWED = (
     "SELECT id, name, config FROM runs",
     "SELECT id, key, messages, metadata FROM tasks",
-    "SELECT id, run_id, task_id, attempt, status FROM episodes",
+    "SELECT id, run_id, group_id, task_id, attempt, status FROM episodes",
     "SELECT * FROM agent_attempts",
     "UPDATE agent_attempts SET status = 'ended', exit_code = 0, answer = '42', output = 'said', error = '', worker = 'host:1'",
 )

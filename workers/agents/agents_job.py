@@ -22,6 +22,7 @@ from agentrl.workers.stack.process import claim_name, database, heartbeat, stopp
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow.agents import LLM, AgentTask, keys
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
+from agentrl.workflow.resources import Prompt
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
@@ -107,7 +108,12 @@ def _without_key(end: AgentEnd, key: str) -> AgentEnd:
 def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
     asked = work.agent
     task = AgentTask(
-        work.task, [message_dict(message) for message in work.messages], dict(work.metadata), work.reference, work.training
+        key=work.task,
+        messages=[message_dict(message) for message in work.messages],
+        metadata=dict(work.metadata),
+        reference=work.reference,
+        training=work.training,
+        resources={name: Prompt(text) for name, text in work.resources.items()},
     )
     with agent_programs.placed(asked, task, llm, work.config, emit_key) as place:
         faultpoint("agent.started")

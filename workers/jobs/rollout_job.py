@@ -131,7 +131,7 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
     """What drives the group: the built-in loop, or whatever agent the run names."""
     chat, engine = loaded.policy.chat, loaded.engine
     if experiment.config.agent is None:
-        return GroupRollout(database(), work, experiment, engine, chat, inbox, lost)
+        return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)
     from agentrl.workers.jobs.agent_rollout import AgentRollout  # and with it a web server, which few runs need
 
     room = engines.window(engine, loaded.policy.max_context)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from agentrl.workflow.agents.classes import is_class_agent, ways_of
+from agentrl.workflow.agents.classes import is_class_agent, wants_resources, ways_of
 from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
@@ -68,7 +68,7 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
     except ValueError:  # of some built-in ones nothing is known
         return
     try:
-        signature.bind(None, None)
+        signature.bind(None, None, **({"resources": None} if wants_resources(function) else {}))
     except TypeError as error:
         raise ConfigError(f"The agent {name!r} cannot be called with a task and a model: {error}.", SHAPE) from error
 

@@ -19,9 +19,10 @@ from uuid import uuid4
 from agentrl import __version__
 from agentrl.workers.requests.agent_request import remark_on_agent, settle_agent
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
+from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, settle_texts
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
-from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.algorithms import searches, settle_run, settle_search
 from agentrl.workflow.chat.templates import check_template, remark_on_tools, settle_chat
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
@@ -34,6 +35,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.models.lookup import check_base, check_code, local_folder, lora_rank, starting_policy
+from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store import epoch_ends, evals, planning
@@ -69,17 +71,17 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     Raises:
         AgentRLError: the fault in one sentence, as the class for it.
     """
-    config = _with_absolute_paths(config)
+    kind, config = _settle_kind(kind, _with_absolute_paths(config))
     loaded = load_tasks(config.dataset)
     config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
     asked = Experiment(config)
+    check_resources(asked)
     config = settle_agent(asked, loaded.tasks)
-    judges = asked.judges.values()
-    for tool in (*asked.tools.values(), *judges):
-        tool.check()
-    for judge in judges:
-        if judge.admits is not None:
-            judge.admits(loaded.tasks)
+    asked = replace(asked, config=config)
+    divided = SearchedTasks(loaded.tasks, {})
+    if kind == "search":
+        config, divided = settle_texts(asked), divide(config, loaded.tasks)
+    _check_tools(asked, loaded.tasks)
     check_rewards(asked.weights)
     load_hooks(config.hooks)
     if kind == "train":
@@ -108,7 +110,8 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
         ref,
         _name_stem(config, kind, policy),
         manifest=manifest(config) | ({"right_by": correctness_rule(asked.env, config)} if kind == "eval" else {}),
-        tasks=loaded.tasks,
+        tasks=divided.tasks,
+        roles=divided.roles,
         code_hash=experiment.scoring_hash(),
     )
     submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
@@ -120,6 +123,22 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if older not in ("", name):
         remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
     return PreparedRun(submission, experiment, loaded.skipped, remarks)
+
+
+def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
+    """What kind of run it is: one whose algorithm searches trains nothing."""
+    if kind != "train" or not searches(find("algorithms", config.algorithm.name)):
+        return kind, config
+    return "search", settle_search(config)
+
+
+def _check_tools(made: Experiment, tasks: Sequence[Task]) -> None:
+    judges = made.judges.values()
+    for tool in (*made.tools.values(), *judges):
+        tool.check()
+    for judge in judges:
+        if judge.admits is not None:
+            judge.admits(tasks)
 
 
 def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:

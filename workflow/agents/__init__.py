@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.workflow.resources import Prompt
 from agentrl.workflow.trajectory import Rollout
 
 MOST_REWARDS = 64
@@ -42,6 +43,7 @@ class AgentTask:
         messages: role and content of each, as clients take them.
         reference: None unless the run shows it to its agent.
         training: whether what it does trains the model; else it is measured.
+        resources: the run's texts by name, which `text.format(name=...)` fills.
     """
 
     key: str
@@ -49,6 +51,10 @@ class AgentTask:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
     training: bool = True
+    resources: Mapping[str, Prompt] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "resources", {name: Prompt(text) for name, text in self.resources.items()})
 
     @property
     def input(self) -> str:

@@ -1,4 +1,6 @@
-"""Agents that are classes: `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
+"""What an agent is called with: a function `solve(task, llm)` or `solve(task, llm, resources)`, or a class.
+
+A class has `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
 
 A class is made once, without arguments, where its agents are forked from; what it holds then, each of them has.
 """
@@ -19,7 +21,7 @@ class Agent:
         """Solves the task by calling the model; returns what a function agent may.
 
         Args:
-            resources: what it is given beside the task, by name: `llm`.
+            resources: what it is given beside the task, by name: the run's texts, and `llm`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no rollout(task, resources, llm)")
 
@@ -30,16 +32,28 @@ def is_class_agent(found: Any) -> bool:
 
 
 def as_function(found: Any) -> Callable[..., Any]:
-    """The agent as a function of its task and its model; a function is one."""
+    """The agent as a function of its task and its model; a function that takes no more is one."""
     if not is_class_agent(found):
         function: Callable[..., Any] = found
-        return function
+        return (lambda task, llm: function(task, llm, resources=_resources(task, llm))) if wants_resources(found) else function
     agent = found() if isinstance(found, type) else found
 
     def solve(task: AgentTask, llm: LLM) -> Any:
         return _roll(agent, task, llm)
 
     return solve
+
+
+def wants_resources(function: Callable[..., Any]) -> bool:
+    """Whether a function agent takes the run's texts as its `resources`."""
+    try:
+        return "resources" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some built-in ones nothing is known
+        return False
+
+
+def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
+    return {**task.resources, "llm": llm}
 
 
 def ways_of(found: Any) -> list[Callable[..., Any]]:
@@ -51,7 +65,7 @@ def ways_of(found: Any) -> list[Callable[..., Any]]:
 def _roll(agent: Any, task: AgentTask, llm: LLM) -> Any:
     way = "training_rollout" if task.training else "validation_rollout"
     method = getattr(agent, way, None) or agent.rollout
-    given = {"task": task, "resources": {"llm": llm}, "llm": llm}
+    given = {"task": task, "resources": _resources(task, llm), "llm": llm}
     names = list(inspect.signature(method).parameters)
     if set(names) <= given.keys():
         return method(**{name: given[name] for name in names})

@@ -1,13 +1,21 @@
-"""Algorithms: each file here names a credit function and a surrogate loss. See `Algorithm`.
+"""Algorithms: each file here names a credit function and a surrogate loss, see `Algorithm`, or is a `Search` for better texts.
 
 The functions are named and not imported, so that the command line can check a run's options without loading torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-from agentrl.workflow.config import ALGORITHM_OPTIONS, AlgorithmConfig, CriticConfig, RunConfig
+from agentrl.workflow.config import (
+    ALGORITHM_OPTIONS,
+    SEARCH_OPTIONS,
+    AlgorithmConfig,
+    CriticConfig,
+    RunConfig,
+    SearchConfig,
+)
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
 
@@ -49,6 +57,95 @@ class Algorithm:
         return {name: value for name, value in own.items() if value is not None}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """An algorithm that is no gradient: it tries other texts in episodes, and may choose some (`workflow.search`).
+
+    A class of one's own with a method `run`, which takes what it reads of `workflow.search.Given`, is one too.
+
+    Args:
+        name: the file's name.
+        function: `module:function`.
+        chooses: whether it chooses: by tasks of their own, and is then measured on others.
+        options: the options of `config.SEARCH_OPTIONS` that it reads, and their defaults.
+        needs: a package of an extra of that name.
+    """
+
+    name: str
+    function: str
+    chooses: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+
+
+def searches(found: Any) -> bool:
+    """Whether what an algorithm's name leads to is a search."""
+    return isinstance(found, Search) or (not isinstance(found, Algorithm) and callable(getattr(found, "run", None)))
+
+
+def search_function(found: Any) -> Callable[..., Any]:
+    """The function of a search.
+
+    Raises:
+        ConfigError: its package is not installed, or its class cannot be made without arguments.
+    """
+    if not isinstance(found, Search):
+        try:
+            own: Callable[..., Any] = (found() if isinstance(found, type) else found).run
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"The algorithm {found.__name__!r} cannot be made without arguments: {said}.") from error
+        return own
+    module, _, name = found.function.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not found.needs or error.name != found.needs:
+            raise
+        raise ConfigError(
+            f"{found.name} needs the package {found.needs!r}.", f"pip install 'agentrl[{found.needs}]'"
+        ) from error
+    return function
+
+
+def settle_search(config: RunConfig) -> RunConfig:
+    """The config of a run that searches, with the algorithm's defaults filled in.
+
+    Raises:
+        ConfigError: an option that such a run does not read is set.
+    """
+    found, asked = find("algorithms", config.algorithm.name), config.search
+    name = getattr(found, "name", config.algorithm.name)
+    untouched = RunConfig()
+    for section in ("update", "critic", "source"):
+        if getattr(config, section) != getattr(untouched, section):
+            raise ConfigError(f"{section}.* does nothing with {name}: no weight changes.", "Leave it out.")
+    if config.algorithm.model_copy(update={"name": "grpo"}) != untouched.algorithm:
+        raise ConfigError(f"Of algorithm.* only the name is read by {name}.", "Its options are search.*: agentrl config show")
+    for key, instead in (("group_size", "search.samples"), ("max_staleness", ""), ("dynamic_sampling", "")):
+        value = getattr(config.rollout, key)
+        if value not in (getattr(untouched.rollout, key), asked.samples if instead else None):
+            raise ConfigError(f"rollout.{key} does nothing with {name}.", f"Set {instead}." if instead else "Leave it out.")
+    if config.iterations is not None or config.epochs not in (untouched.epochs, 1):
+        raise ConfigError(f"{name} decides itself how long it takes.", "Leave epochs and iterations out.")
+    options = _search_options(found, name, asked)
+    rollout = config.rollout.model_copy(update={"group_size": asked.samples})
+    return config.model_copy(update={"epochs": 1, "rollout": rollout, "search": asked.model_copy(update=options)})
+
+
+def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any]:
+    if not isinstance(found, Search):
+        return {}
+    given = {key: getattr(asked, key) for key in SEARCH_OPTIONS if getattr(asked, key) is not None}
+    if not found.chooses:
+        given |= {key: 0 for key in ("choose_tasks", "held_out_tasks") if getattr(asked, key) != getattr(SearchConfig(), key)}
+    for key in given:
+        if key not in found.options:
+            takes = ", ".join(f"search.{each}" for each in found.options) or "none of them"
+            raise ConfigError(f"search.{key} does nothing with {name}.", f"It takes {takes}.")
+    return {**found.options, **given}
+
+
 def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
     """The options with the algorithm's defaults filled in. Settled options stay as they are.
 
@@ -82,6 +179,8 @@ def settle_run(config: RunConfig) -> RunConfig:
             one for an algorithm that compares within groups.
     """
     algorithm: Algorithm = find("algorithms", config.algorithm.name)
+    if config.search != SearchConfig():
+        raise ConfigError(f"search.* does nothing with {algorithm.name}.", "It is for apo, gepa and their kin.")
     options = settle_options(config.algorithm)
     _check_dual_clip(options)
     if not algorithm.critic and config.critic != CriticConfig():

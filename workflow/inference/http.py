@@ -1,7 +1,7 @@
 """A connection to a server that samples: parses its JSON answers and turns its refusals into our errors. Free of torch."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 
@@ -9,6 +9,7 @@ from agentrl.workflow.errors import ConfigError, InfraError, ModelError, Service
 from agentrl.workflow.inference.responses import Shape, read
 from agentrl.workflow.settings import Settings
 
+Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 900.0
 """The longest wait for an answer; after that the server is taken for gone, and the turn is given up."""
@@ -33,17 +34,20 @@ class Connection:
     """A server's URL and the connections that are kept to it.
 
     Args:
-        settings: with `engine_url` and `engine_key`.
+        settings: with `engine_url` and `engine_key`, or with those of `who`.
+        who: whose server it is: the engine's or the critic's.
 
     Raises:
         ConfigError: there is no URL, or one of another kind.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        check_url(settings)
-        self.url = settings.engine_url.rstrip("/").removesuffix("/v1")
+    def __init__(self, settings: Settings, who: Who = "engine") -> None:
+        check_url(settings, who)
+        self._who, self._variable = who, f"AGENTRL_{who.upper()}"
+        self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
+        key = getattr(settings, f"{who}_key")
         self._client = httpx2.Client(
-            headers={"Authorization": f"Bearer {settings.engine_key}"} if settings.engine_key else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
         )
@@ -74,15 +78,15 @@ class Connection:
             with self._client.stream(method, self.url + path, json=body) as response:
                 status, answer = response.status_code, self._body(path, response)
         except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            said = f"The engine's server at {self.url} does not answer: {type(error).__name__}: {error}."
-            raise ServiceError(said, "Start it, or correct AGENTRL_ENGINE_URL.") from error
+            said = f"The {self._who}'s server at {self.url} does not answer: {type(error).__name__}: {error}."
+            raise ServiceError(said, f"Start it, or correct {self._variable}_URL.") from error
         if status < 300:
             return answer
         said = " ".join(answer.decode(errors="replace").split())
         if status in _UNAVAILABLE_STATUSES:
-            raise ServiceError(f"The engine's server at {self.url} is not ready: {status} {said:.300}")
+            raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {said:.300}")
         if status in (401, 403):
-            raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", "Set AGENTRL_ENGINE_KEY.")
+            raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", f"Set {self._variable}_KEY.")
         if status >= 500:
             raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
         raise RequestRefused(self.url, path, status, said)
@@ -96,16 +100,16 @@ class Connection:
         return bytes(body)
 
 
-def check_url(settings: Settings) -> None:
-    """Checks that `engine_url` can be the URL of a server.
+def check_url(settings: Settings, who: Who = "engine") -> None:
+    """Checks that the URL of that server can be one.
 
     Raises:
         ConfigError: it is missing, or is not an http URL with a host.
     """
-    url, hint = settings.engine_url, "Set AGENTRL_ENGINE_URL=http://HOST:PORT"
+    url, hint = getattr(settings, f"{who}_url"), f"Set AGENTRL_{who.upper()}_URL=http://HOST:PORT"
     if not url:
         later = "for the workers: where some run already, `agentrl down` ends them, then submit again with it"
-        raise ConfigError("This engine needs a server's URL.", f"{hint} {later}.")
+        raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
     try:
         found = httpx2.URL(url)
     except httpx2.InvalidURL as error:

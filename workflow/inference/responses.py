@@ -46,6 +46,24 @@ class Cards(Answer):
     data: list[Card] = Field(fail_fast=True)
 
 
+class ChatMessage(Answer):
+    """A message of a chat."""
+
+    content: str | None = None
+
+
+class ChatChoice(Answer):
+    """An answer of a chat."""
+
+    message: ChatMessage
+
+
+class ChatReply(Answer):
+    """`/v1/chat/completions`."""
+
+    choices: list[ChatChoice] = Field(fail_fast=True)
+
+
 class Logprobs(Answer):
     """The logprob of each sampled token, and text -> logprob of the likeliest ones."""
 

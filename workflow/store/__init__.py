@@ -16,6 +16,8 @@
 - `groups`          what an iteration trains on, with the rewards of a set
 - `train_claims`    iterations are claimed for training, or sampled on
 - `train_commits`   updates are committed, policies published
+- `run_resources`   versions of a run's texts, and which a group works with
+- `search_rounds`   what a search tries, asks and chooses
 - `repair`          broken checkpoints are made again
 - `reward_sets`     rewards beside the first
 - `evals`           evaluations are planned and found

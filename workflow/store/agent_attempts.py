@@ -4,7 +4,7 @@ The rollout's side of the same rows is `agent_holds`: it opens them, and gives u
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ from sqlalchemy import Connection, select, update
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.rows import clean, clean_tree, message_value
+from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN, Message
@@ -29,6 +30,7 @@ class AgentWork:
         run: the run's name, by which its model is called.
         reference: the task's, where the run's config shows it to agents; else None.
         training: whether the run trains.
+        resources: the run's texts that it works with, by name.
     """
 
     id: int
@@ -41,6 +43,7 @@ class AgentWork:
     metadata: Mapping[str, Any]
     reference: str | None
     training: bool = True
+    resources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def agent(self) -> AgentConfig:
@@ -70,7 +73,7 @@ class AgentEnd:
 
 
 _WORK = (
-    select(_AGENTS.id, schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind, _EPISODES.task_id)
+    select(_AGENTS.id, schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind, _EPISODES.task_id, _EPISODES.group_id)
     .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
     .where(_AGENTS.status == "pending", _EPISODES.status.in_(OPEN))
@@ -102,7 +105,8 @@ def claim_agent(
     if found.config["agent"].get("show_reference"):
         reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == found.task_id)).scalar_one())
     messages = tuple(message_value(message) for message in task.messages)
-    told = (task.key, messages, task.metadata, reference, found.kind == "train")
+    resources = resources_of_group(tx, found.group_id) if found.config.get("resources") else {}
+    told = (task.key, messages, task.metadata, reference, found.kind == "train", resources)
     return AgentWork(found.id, found.name, found.config, episode, attempt, *told)
 
 

@@ -182,8 +182,8 @@ def _from_postgres(value: Any) -> Any:
 
 def _from_sqlite(name: str, value: Any, is_document: bool) -> Any:
     """SQLite forgets what is a moment, a truth value or JSON."""
-    if isinstance(value, str) and (is_document or name in ("pass_at", "arguments", "data")):
+    if isinstance(value, str) and (is_document or name in ("pass_at", "arguments", "data", "messages")):
         return json.loads(value)
     if isinstance(value, str) and name.endswith("_at"):
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
-    return bool(value) if name in ("tainted", "delivered") and value is not None else value
+    return bool(value) if name in ("tainted", "delivered", "chosen") and value is not None else value

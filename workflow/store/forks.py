@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, select
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.rows import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
+from agentrl.workflow.store.run_resources import copy_links
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN, Episode, Message
 
@@ -109,6 +110,7 @@ def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fo
         .values(run_id=run_id, iteration_id=iteration_id, task_id=task_id, slot=0, kind="fork", opening=opening)
         .returning(schema.groups.c.id)
     ).scalar_one()
+    copy_links(tx, parent["group_id"], group_id)
     first = _next_sample(tx, fork)
     shared = {
         "run_id": run_id,

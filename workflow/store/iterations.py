@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, func, select, update
 
+from agentrl.workflow.store.run_resources import link_resources
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """A place in the iteration, its task, and the number that the samples of its group begin with."""
 
     number: int
@@ -84,8 +85,8 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
         lent = [{"iteration_id": iteration_id, "slot": slot, "group_id": group} for slot, group in enumerate(chosen)]
         tx.execute(schema.iteration_groups.insert(), lent)
     else:
-        slots = [_Slot(number, task, 0) for number, task in enumerate(chosen)]
-        _insert_groups(tx, run, iteration_id, slots)
+        slots = [Slot(number, task, 0) for number, task in enumerate(chosen)]
+        insert_groups(tx, run, iteration_id, slots)
     return iteration_id
 
 
@@ -101,8 +102,8 @@ def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mappin
     order = list(dict.fromkeys([*first, *order]))
     size = run["config"]["rollout"]["group_size"]
     numbers = range(planned, planned + count)
-    slots = [_Slot(slot, order[slot % len(order)], slot // len(order) * size) for slot in numbers]
-    _insert_groups(tx, run, iteration["id"], slots)
+    slots = [Slot(slot, order[slot % len(order)], slot // len(order) * size) for slot in numbers]
+    insert_groups(tx, run, iteration["id"], slots)
     iterations = schema.iterations.c
     tx.execute(
         update(schema.iterations)
@@ -145,7 +146,10 @@ def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
     return tx.execute(select(func.count()).where(schema.episodes.c.group_id.in_(groups))).scalar_one()
 
 
-def _insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[_Slot]) -> None:
+def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[Slot]) -> dict[int, int]:
+    """Groups in those slots, with their episodes, planned; returns slot -> group. They work with the texts of the run's config,
+    unless it searches for others.
+    """
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(
         schema.groups.insert(),
@@ -162,3 +166,7 @@ def _insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, sl
             for sample in range(run["config"]["rollout"]["group_size"])
         ],
     )
+    texts = run["config"].get("resources")  # runs older than this option lack it
+    if texts and run["kind"] != "search":
+        link_resources(tx, run["id"], list(ids.values()), texts)
+    return ids

@@ -6,7 +6,7 @@ publishes its policy. Publishing a message can fail or repeat; work cannot be fo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
@@ -39,8 +39,8 @@ class Submission:
         name: unique; the run with this name is returned if it was submitted with the same config.
         stem: of a name that nobody chose: where it is taken, the run is called `stem-N`. Empty: a person chose it.
         root: the folder in which `output_dir` is called as the run is; empty where a person chose that.
-        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or `serve` for one
-            iteration to which groups are added while it lasts.
+        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or `serve` and
+            `search` for one iteration to which groups are added while it lasts.
         config, manifest: stored with the run.
         policy: the weights it starts from.
         tasks: the dataset's rows, in the dataset's order.
@@ -49,6 +49,7 @@ class Submission:
         reward_set: whose rewards train.
         epochs, length: how long the run is, in passes over the tasks or (`length`) in iterations.
         fork: of a fork run, where it leaves its parent.
+        roles: content hash of a task -> what a run that searches has it for; of any other `train`.
         evaluation: of a run that measures its policies, the run that measures the first; its name follows from this one's.
     """
 
@@ -73,6 +74,7 @@ class Submission:
     fork: Fork | None = None
     evaluation: "Submission | None" = None
     length: int | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
         """The same under another name, which its config and its own folder have too."""
@@ -91,14 +93,16 @@ class Submission:
 
     @property
     def episodes(self) -> int:
-        """Episodes that it plans, unless it samples on; 0 where it trains on stored ones."""
+        """Episodes that it plans, unless it samples on; 0 where it trains on stored ones, or searches."""
+        if self.kind == "search":
+            return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
         return (whole * len(self.tasks) + rest * self.tasks_per_iteration) * self.group_size
 
     @property
     def _is_one(self) -> bool:
         """Whether it has one iteration, whatever its tasks."""
-        return self.fork is not None or self.kind == "serve"
+        return self.fork is not None or self.kind in ("serve", "search")
 
     @property
     def _per_epoch(self) -> int:
@@ -164,7 +168,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
-    _insert_tasks(tx, run_id, submission.tasks)
+    _insert_tasks(tx, run_id, submission.tasks, submission.roles)
     ref = submission.policy
     _check_not_collected(tx, ref)
     policy_id = tx.execute(
@@ -181,12 +185,12 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
-    elif submission.kind == "serve":
+    elif submission.kind in ("serve", "search"):
         tx.execute(schema.iterations.insert().values(run_id=run_id, number=0, epoch=0, policy_id=policy_id))
     else:
         for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
             insert_iteration(tx, run_id, number, policy_id)
-    log(tx, run_id, "submitted", detail="" if submission.kind == "serve" else f"{submission.iterations} iterations")
+    log(tx, run_id, "submitted", detail="" if submission.kind in ("serve", "search") else f"{submission.iterations} iterations")
     return run_id
 
 
@@ -265,7 +269,7 @@ def _first_sha256(tx: Connection, run_id: int) -> str:
     return str(tx.execute(first).scalar_one())
 
 
-def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
+def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task], roles: Mapping[str, str]) -> None:
     if not tasks:
         return
     rows = [
@@ -284,7 +288,10 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task]) -> None:
     for some in split_in_parts(hashes):
         found = tx.execute(select(schema.tasks.c.content_hash, schema.tasks.c.id).where(schema.tasks.c.content_hash.in_(some)))
         ids |= {row.content_hash: row.id for row in found}
-    tx.execute(schema.run_tasks.insert(), [{"run_id": run_id, "task_id": ids[content_hash]} for content_hash in hashes])
+    tx.execute(
+        schema.run_tasks.insert(),
+        [{"run_id": run_id, "task_id": ids[each], "role": roles.get(each, "train")} for each in hashes],
+    )
 
 
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:

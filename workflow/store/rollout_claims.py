@@ -19,6 +19,7 @@ from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
+from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
@@ -49,7 +50,8 @@ class HeldEpisodes:
 class GroupWork:
     """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps.
 
-    `opening` is what a fork's first own step reads instead of what the env says; None for what the env says.
+    `opening` is what a fork's first own step reads instead of what the env says; None for what the env says. `resources`: the
+    texts that they work with.
     """
 
     fence: Fence
@@ -68,6 +70,7 @@ class GroupWork:
     episodes: tuple[Episode, ...]
     opening: tuple[Message, ...] | None = None
     key_scheme: int = KEY_SCHEME
+    resources: Mapping[str, str] = field(default_factory=dict)
 
     def sampling_key(self, episode: Episode) -> SamplingKey:
         """The key of an episode's draws."""
@@ -218,6 +221,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         episodes=load_episodes(tx, (schema.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
         opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
         key_scheme=row["key_scheme"],
+        resources=resources_of_group(tx, fence.group) if row["config"].get("resources") else {},
     )
 
 

@@ -82,7 +82,7 @@ def claim_iteration(
     published = row["number"] <= row["newest"]
     if not row["broken"]:
         done = tx.execute(select(func.count()).where(members_of(iteration), schema.episodes.c.status == "done")).scalar_one()
-        if row["kind"] == "train" and 2 * done < row["episodes"] and row["too_few"] != "accepted":
+        if row["kind"] in ("train", "search") and 2 * done < row["episodes"] and row["too_few"] != "accepted":
             if published:
                 _pause_run(tx, row, f"only {done} of {row['episodes']} episodes can train")
             return None

@@ -71,7 +71,7 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
     committed = _find_own_commit(tx, work)
     if committed is not None:
         return committed
-    _close_iteration(tx, work, record)
+    close_iteration(tx, work, record)
     if record.metrics:
         columns = ("rows", "tokens", *schema.UPDATE_METRICS)
         rows = [
@@ -119,7 +119,12 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
     return PublishedUpdate(work.number + 1, rolls_out, None if trains == rolls_out else trains, measured_by)
 
 
-def _close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
+def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
+    """The iteration is done, with its sums.
+
+    Raises:
+        Fenced: another worker holds it, or it is over.
+    """
     closed = tx.execute(
         update(schema.iterations)
         .where(
@@ -213,7 +218,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
     Raises:
         Fenced: another worker holds the iteration.
     """
-    _close_iteration(tx, work, UpdateRecord((), {}))
+    close_iteration(tx, work, UpdateRecord((), {}))
     tx.execute(
         insert(tx, schema.evals)
         .values(
@@ -242,7 +247,7 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
     Raises:
         Fenced: another worker holds the iteration.
     """
-    _close_iteration(tx, work, UpdateRecord((), {}))
+    close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
 
 

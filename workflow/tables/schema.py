@@ -60,7 +60,8 @@ STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_erro
 CALL_STATUS = ("pending", "started", "done", "unknown_outcome", "unobserved")
 EFFECTS = ("none", "repeatable", "once")
 CALL_KINDS = ("call", "grade", "agent")
-RUN_KINDS = ("train", "eval", "fork", "serve")
+RUN_KINDS = ("train", "eval", "fork", "serve", "search")
+TASK_ROLES = ("train", "choose", "held_out")
 AGENT_STATUS = ("pending", "running", "ended", "lost")
 runs = Table(
     "runs",
@@ -108,7 +109,10 @@ run_tasks = Table(
     metadata,
     Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
     Column("task_id", Id, ForeignKey("tasks.id"), primary_key=True),
+    Column("role", String(8), nullable=False, server_default="train"),
+    check_one_of("role", TASK_ROLES),
 )
+"""The tasks of a run; one that searches chooses by some, and is measured on others."""
 
 run_groups = Table(
     "run_groups",
@@ -407,6 +411,47 @@ annotations = Table(
 )
 """What agents, tools and hooks said of their episodes; the same emission once per attempt, and never changed."""
 
+resources = Table(
+    "resources",
+    metadata,
+    id_column(),
+    reference_column("run_id", "runs"),
+    Column("name", String(128), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("content_hash", String(64), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("parent_version", Integer, nullable=True),
+    text_column("note"),
+    Column("chosen", Boolean, nullable=False, server_default="0"),
+    created_column(),
+    UniqueConstraint("run_id", "name", "version"),
+    UniqueConstraint("run_id", "name", "content_hash"),
+)
+"""The texts that a run works with: version 0 is its config's, later ones are what a search tried; the chosen one is marked."""
+
+group_resources = Table(
+    "group_resources",
+    metadata,
+    Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
+    Column("resource_id", Id, ForeignKey("resources.id"), primary_key=True, index=True),
+)
+"""The versions that the episodes of a group work with."""
+
+critic_calls = Table(
+    "critic_calls",
+    metadata,
+    id_column(),
+    reference_column("run_id", "runs"),
+    Column("key", String(64), nullable=False),
+    text_column("model"),
+    Column("messages", JSON, nullable=False),
+    Column("answer", Text, nullable=False),
+    seconds_column("seconds"),
+    created_column(),
+    UniqueConstraint("run_id", "key"),
+)
+"""What a search asked its critic, and was answered: asked once each, whoever goes on with the search."""
+
 reward_sets = Table(
     "reward_sets",
     metadata,
@@ -547,7 +592,9 @@ RIGHTS_OF_AGENTS = {
     "service_leases": ["SELECT"],
     "runs": ["SELECT (id, name, kind, config)"],
     "tasks": ["SELECT (id, key, messages, metadata)"],
-    "episodes": ["SELECT (id, run_id, task_id, attempt, status)"],
+    "episodes": ["SELECT (id, run_id, group_id, task_id, attempt, status)"],
+    "group_resources": ["SELECT (group_id, resource_id)"],
+    "resources": ["SELECT (id, name, text)"],
     "agent_attempts": [
         "SELECT",
         f"UPDATE ({', '.join(column.name for column in agent_attempts.c if column.name not in FIXED_AGENT_COLUMNS)})",

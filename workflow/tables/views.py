@@ -25,6 +25,7 @@ _FATES = """
                     WHEN e.status <> 'done' THEN e.status
                     WHEN r.kind = 'eval' THEN 'evaluated'
                     WHEN r.kind = 'fork' THEN 'forked'
+                    WHEN r.kind = 'search' THEN 'searched'
                     WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
                     WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
                     WHEN c.id IS NULL AND e.tainted THEN 'tainted'
@@ -160,6 +161,28 @@ VIEWS = {
                a.seconds, a.created_at
         FROM annotations a CROSS JOIN episodes e CROSS JOIN iterations i
         WHERE e.id = a.episode_id AND e.attempt <= a.attempt AND i.id = e.iteration_id""",
+    "v_resources": """
+        SELECT v.id, r.name AS run, v.name, v.version, v.parent_version, v.note, v.chosen, v.text,
+               (SELECT count(*) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
+                WHERE l.resource_id = v.id AND e.status = 'done') AS episodes_done,
+               (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
+                WHERE l.resource_id = v.id AND e.status = 'done') AS mean_reward,
+               (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
+                JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id
+                WHERE l.resource_id = v.id AND e.status = 'done' AND m.role = 'choose') AS choose_reward, v.created_at
+        FROM resources v
+        JOIN runs r ON r.id = v.run_id""",
+    "v_episode_resources": """
+        SELECT r.name AS run, e.id AS episode_id, v.name, v.version, m.role, e.status, e.reward
+        FROM group_resources l
+        JOIN resources v ON v.id = l.resource_id
+        JOIN episodes e ON e.group_id = l.group_id
+        JOIN runs r ON r.id = e.run_id
+        JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id""",
+    "v_critic_calls": """
+        SELECT c.id, r.name AS run, c.model, c.messages, c.answer, c.seconds, c.created_at
+        FROM critic_calls c
+        JOIN runs r ON r.id = c.run_id""",
     "v_rewards": """
         SELECT w.id, w.run, i.number + 1 AS iteration, w.episode_id, t.key AS task, s.name AS reward_set, w.part,
                CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -102,6 +103,13 @@ class Tool:
             parameter.pop("title", None)
         description = (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
         return function_schema(self.name, description, parameters)
+
+    def described(self, text: str) -> Self:
+        """The same tool with another description, which is all that a model reads of what it does."""
+        made = copy(self)
+        told = self.schema["function"]
+        vars(made)["schema"] = function_schema(self.name, text, told["parameters"])
+        return made
 
     def check_name(self) -> None:
         """Checks that a model can write the tool's name and that a call's row can hold it.

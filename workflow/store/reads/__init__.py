@@ -14,6 +14,7 @@ fields are the columns of its view.
 - `call_rows`       tool calls
 - `agent_attempt_rows`  attempts of agents from outside
 - `annotation_rows`  what agents, tools and hooks said
+- `resource_rows`   versions of the texts that runs work with
 - `reward_rows`     the parts of rewards
 - `ledger`          what became of every planned episode
 - `eval_results`    what evaluations came to

@@ -1,7 +1,7 @@
 """The origin of an episode: everything that `replay --verify` needs to repeat it, read at one moment."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +11,7 @@ from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, episode_record
 from agentrl.workflow.store.rows import message_value, part_values
+from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Message, PolicyRef, SamplingKey
 
@@ -40,6 +41,7 @@ class Origin:
         collected: when the files of such a policy were removed, by the step's number; only where they were.
         reward_sets: those of its run, by name.
         opening: what a fork's first own step read instead of what the env says; None for what the env says.
+        resources: the texts that its run worked with.
     """
 
     record: EpisodeRecord
@@ -52,6 +54,7 @@ class Origin:
     collected: Mapping[int, datetime]
     reward_sets: Mapping[str, RewardSet]
     opening: tuple[Message, ...] | None
+    resources: Mapping[str, str] = field(default_factory=dict)
 
 
 @read_transaction
@@ -64,6 +67,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
     record = episode_record(tx, episode)
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
+        .add_columns(schema.episodes.c.group_id)
         .select_from(schema.episodes)
         .join(schema.runs, schema.runs.c.id == schema.episodes.c.run_id)
         .join(schema.groups, schema.groups.c.id == schema.episodes.c.group_id)
@@ -84,6 +88,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
         collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
         reward_sets=_reward_sets(tx, episode, run["id"]),
         opening=tuple(message_value(message) for message in run["opening"]) if run["opening"] else None,
+        resources=resources_of_group(tx, run["group_id"]),
     )
 
 

@@ -1,0 +1,120 @@
+"""`agentrl prompts`: the texts that a run works with, version by version, and what a search gained."""
+
+from collections.abc import Iterator
+from difflib import unified_diff
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.output import Json, format_interval, say, show, show_json, show_table
+from agentrl.cli.targets import NewestRun, pick_run, stored_reader
+from agentrl.workflow.errors import ConfigError, NotFoundError
+from agentrl.workflow.runtime.shown_text import cell, clean, one_line
+
+if TYPE_CHECKING:
+    from agentrl.workflow.stats.paired_test import PairedComparison
+    from agentrl.workflow.store.reads.resource_rows import ResourceRow
+
+SHOWN = 60
+"""Characters of a text in the list."""
+QUESTIONS = """agentrl prompts RUN show VERSION
+    agentrl prompts RUN diff A B"""
+
+
+def prompts(
+    run: NewestRun = None,
+    question: Annotated[
+        list[str] | None, typer.Argument(metavar="[show V | diff A B]", help="One text, or two compared.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Which text, where a run has several.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """List the versions of a run's prompts and other texts: how they came about and what they earned.
+
+    A version is a number, or `best` for the one that a search chose. `show` prints a text and nothing else.
+    """
+    from agentrl.workflow.store.reads.paging import iterate_rows
+    from agentrl.workflow.store.reads.resource_rows import ResourceFilter, list_resources
+
+    db = stored_reader()
+    picked = pick_run(db, run)
+    rows = sorted(iterate_rows(list_resources, db, ResourceFilter(picked, name)), key=lambda row: (row.name, row.version))
+    if not rows:
+        named = f" called {name!r}" if name else ""
+        raise NotFoundError(f"{picked} works with no text{named}.", "Name one in its config: resources: {prompt: ...}")
+    match question or []:
+        case []:
+            _list(db, picked, rows, as_json)
+        case ["show", version]:
+            row = _version(rows, version)
+            show_json(row) if as_json else typer.echo(clean(row.text))
+        case ["diff", first, second]:
+            one, other = _version(rows, first), _version(rows, second)
+            if as_json:
+                show_json({"a": one, "b": other})
+                return
+            for line in _diff_lines(one, other):
+                show(line)
+        case words:
+            raise ConfigError(f"{' '.join(words)!r:.100} is no question about a run's texts.", f"Ask one of\n    {QUESTIONS}")
+
+
+def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
+    wanted = [row for row in rows if (row.chosen if word == "best" else str(row.version) == word)]
+    names = sorted({row.name for row in rows})
+    if len(wanted) > 1:
+        raise ConfigError(f"There are several texts: {', '.join(names)}.", f"Name one: --name {names[0]}")
+    if not wanted:
+        known = "the search has chosen none" if word == "best" else f"they are 0 to {max(row.version for row in rows)}"
+        raise NotFoundError(f"There is no version {word!r:.40}: {known}.", f"agentrl prompts {rows[0].run}")
+    return wanted[0]
+
+
+def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
+    gain = gain_of(db, run)
+    if as_json:
+        measures = ("first", "second", "difference", "low", "high", "p_value", "tasks", "won", "lost", "tied")
+        show_json({"run": rows[0].run, "versions": rows, "held_out": gain and {name: getattr(gain, name) for name in measures}})
+        return
+    heads = ("name", "version", "from", "how", "episodes", "reward", "choosing", "", "text")
+    show_table(
+        heads,
+        [
+            (
+                *(row.name, row.version, row.parent_version, row.note, row.episodes_done, row.mean_reward, row.choose_reward),
+                *("chosen" if row.chosen else "", one_line(row.text, SHOWN)),
+            )
+            for row in rows
+        ],
+    )
+    for line in gain_lines(gain):
+        show(line)
+    if any(row.chosen and row.version for row in rows):
+        say(f"The text itself: agentrl prompts {run} show best")
+
+
+def gain_of(db: Any, run: str) -> "PairedComparison | None":
+    """What a search gained, on tasks that no choice has read; None where it measured nothing."""
+    from agentrl.workflow.stats.paired_test import compare_paired
+    from agentrl.workflow.store.reads.resource_rows import find_held_out
+
+    measured = find_held_out(db, run)
+    found = compare_paired(measured.seed, measured.chosen)
+    return found if found.tasks else None
+
+
+def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
+    """What a search gained, in words."""
+    if gain is None:
+        return
+    yield f"held out: {gain.tasks} tasks that no choice has read"
+    interval = {"low": gain.low, "high": gain.high, "interval_by": gain.interval_by}
+    difference = f"{cell(gain.difference)}  {format_interval(interval)}  p {cell(gain.p_value)} ({gain.method})"
+    yield f"  reward {cell(gain.first)} -> {cell(gain.second)}  difference {difference}"
+    yield f"  better on {gain.won}, worse on {gain.lost}, equal on {gain.tied}"
+
+
+def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:
+    said, told = (f"{row.name}@{row.version}  reward {cell(row.mean_reward)}" for row in (one, other))
+    before, after = clean(one.text).splitlines(), clean(other.text).splitlines()
+    yield from unified_diff(before, after, said, told, lineterm="", n=2)

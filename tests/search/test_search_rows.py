@@ -1,0 +1,179 @@
+"""The rows of a search: rounds are added once, versions are kept once, answers are kept once, and what was chosen is marked."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.workers.requests.search_request import divide
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.errors import ConfigError, Fenced
+from agentrl.workflow.store import planning, search_rounds
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.reads.resource_rows import (
+    CriticCallFilter,
+    ResourceFilter,
+    find_held_out,
+    list_critic_calls,
+    list_resources,
+)
+from agentrl.workflow.store.run_resources import Origin
+from agentrl.workflow.store.search_rounds import PlannedGroup
+from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.trajectory import Message, Task
+from tests.support.played_runs import claim, claim_training, finish, play, start, submission, value, values
+
+SEED = {"prompt": "Solve {question}.", "tone": "Be kind."}
+BETTER = {"prompt": "Solve {question} step by step.", "tone": "Be kind."}
+
+
+def search_of(name: str = "first") -> Submission:
+    """A search with one task of each role."""
+    wanted = submission(name, tasks=3, kind="search")
+    roles = dict(zip([task.content_hash for task in wanted.tasks], ("train", "choose", "held_out"), strict=True))
+    return replace(wanted, config={**wanted.config, "resources": SEED}, roles=roles)
+
+
+def begun(db: Database) -> IterationWork:
+    """The search's first claim, when nothing is tried."""
+    made = planning.submit(db, search_of())
+    (iteration,) = planning.open_iterations(db, made.id)
+    assert planning.start_iteration(db, iteration) == []
+    return claim_training(db, iteration)
+
+
+def planned(db: Database, work: IterationWork, role: str, *candidates: Any) -> list[PlannedGroup]:
+    tasks = getattr(search_rounds.load_search_tasks(db, work.run_id), role)
+    return [PlannedGroup(task, texts, Origin("an edit", SEED)) for texts in candidates for task in tasks]
+
+
+def rolled_out(db: Database, work: IterationWork, rewards: tuple[float, ...]) -> IterationWork:
+    for group, reward in zip(planning.start_iteration(db, work.id), rewards, strict=True):
+        taken = claim(db, group)
+        for position in range(len(taken.episodes)):
+            finish(db, taken, position, reward)
+    return claim_training(db, work.id)
+
+
+def test_a_search_tries_texts_in_rounds_and_marks_what_it_chose(database: Database) -> None:
+    work = begun(database)
+    search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
+    with pytest.raises(Fenced):  # the claim ended with the round
+        search_rounds.add_round(database, work, planned(database, work, "choose", SEED))
+    work = rolled_out(database, work, (0.25, 0.75))
+    assert search_rounds.load_candidates(database, work.id) == {0: SEED, 1: BETTER}
+    search_rounds.add_round(database, work, planned(database, work, "held_out", SEED, BETTER))
+    work = rolled_out(database, work, (0.0, 1.0))
+    assert [group.slot for group in work.groups] == [0, 1, 2, 3]
+    search_rounds.finish_search(database, work, BETTER)
+    with pytest.raises(Fenced):
+        search_rounds.finish_search(database, work, SEED)
+    rows = list_resources(database, ResourceFilter("first")).rows
+    told = {(row.name, row.version, row.parent_version, row.chosen, row.choose_reward, row.episodes_done) for row in rows}
+    assert told == {("prompt", 0, None, False, 0.25, 4), ("prompt", 1, 0, True, 0.75, 4), ("tone", 0, None, True, 0.5, 8)}
+    held_out = find_held_out(database, "first")
+    assert (list(held_out.seed.values()), list(held_out.chosen.values())) == ([0.0], [1.0])
+    assert values(database, "SELECT status FROM runs") == ["done"]
+    assert values(database, "SELECT detail FROM events WHERE kind = 'chosen'") == ["prompt@1, tone@0"]
+    assert set(values(database, "SELECT fate FROM v_ledger")) == {"searched"}
+    assert (
+        value(database, "SELECT count(*) FROM v_episode_resources WHERE name = 'prompt' AND version = 1 AND role = 'choose'")
+        == 2
+    )
+
+
+def test_the_same_task_is_drawn_otherwise_each_time(database: Database) -> None:
+    work = begun(database)
+    search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
+    work = rolled_out(database, work, (0.0, 0.0))
+    search_rounds.add_round(database, work, planned(database, work, "choose", SEED))
+    assert values(database, "SELECT sample FROM episodes ORDER BY id") == [0, 1, 2, 3, 4, 5]
+    assert value(database, "SELECT episodes FROM iterations") == 6
+
+
+def test_a_critics_first_answer_stays(database: Database) -> None:
+    work = begun(database)
+    asked = [{"role": "user", "content": "Better?\0"}]
+    said = [search_rounds.record_answer(database, work.run_id, "m", "k", asked, text, 0.5) for text in ("one\0", "two")]
+    assert said[0] == said[1]
+    assert "\0" not in said[0]
+    assert search_rounds.load_answers(database, work.run_id) == {"k": said[0]}
+    (row,) = list_critic_calls(database, CriticCallFilter("first")).rows
+    assert (row.model, row.answer, row.messages[0]["role"], row.seconds) == ("m", said[0], "user", 0.5)
+
+
+def test_a_run_that_trains_works_with_its_texts_and_a_fork_with_its_parents(database: Database) -> None:
+    wanted = submission()
+    group, other = start(database, replace(wanted, config={**wanted.config, "resources": SEED}))
+    assert claim(database, group).resources == SEED
+    play(database, other)
+    assert value(database, "SELECT count(*) FROM resources") == 2
+    (episode, *_) = episode_rows.list_episodes(database, episode_rows.EpisodeFilter("first", status="done")).rows
+    fork = submission("forked", kind="fork")
+    made = planning.submit(
+        database,
+        replace(
+            fork,
+            config={**fork.config, "resources": SEED},
+            fork=planning.Fork(episode.id, 0),
+            tasks=(),
+        ),
+    )
+    (forked,) = planning.start_iteration(database, planning.open_iterations(database, made.id)[0])
+    assert claim(database, forked).resources == SEED
+    assert value(database, "SELECT count(*) FROM resources") == 2
+
+
+def test_a_run_without_texts_has_no_row_of_them(database: Database) -> None:
+    group, *_ = start(database, submission())
+    assert claim(database, group).resources == {}
+    assert value(database, "SELECT count(*) FROM group_resources") == 0
+
+
+# which tasks are for what
+
+TASKS = [Task(f"t/{number}", (Message("user", str(number)),), "") for number in range(20)]
+
+
+def config_of(**values: Any) -> RunConfig:
+    return build({"algorithm.name": "apo", "search.choose_tasks": 4, "search.held_out_tasks": 6, **values})
+
+
+def test_tasks_are_divided_and_none_has_two_roles() -> None:
+    found = divide(config_of(), TASKS)
+    assert sorted(task.key for task in found.tasks) == sorted(task.key for task in TASKS)
+    assert sorted(found.roles.values()) == ["choose"] * 4 + ["held_out"] * 6
+    assert divide(config_of(), TASKS[::-1]).roles == found.roles
+    assert divide(config_of(seed=1), TASKS).roles != found.roles
+    assert divide(config_of(**{"algorithm.name": "fast"}), TASKS).roles == {}
+
+
+def test_named_held_out_tasks_are_taken_from_the_others() -> None:
+    from agentrl.workflow.config import DatasetConfig
+    from agentrl.workflow.datasets import load_tasks
+
+    tasks = load_tasks(DatasetConfig(name="arithmetic", max_samples=30)).tasks
+    named = {
+        "eval.every": 1,
+        "eval.dataset": "arithmetic",
+        "eval.split": "train",
+        "eval.tasks": 10,
+        "dataset.name": "arithmetic",
+    }
+    found = divide(config_of(**named), tasks)
+    assert (len(found.tasks), list(found.roles.values()).count("held_out")) == (30, 10)
+
+
+@pytest.mark.parametrize(
+    ("values", "tasks", "said"),
+    [
+        ({}, 10, "10 tasks are too few: 4 choose, 6 are held out, and the others teach"),
+        ({"algorithm.name": "fast", "eval.every": 1}, 10, "fast chooses nothing, and measures nothing"),
+    ],
+)
+def test_too_few_tasks_are_refused(values: Any, tasks: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        divide(config_of(**values), TASKS[:tasks])
+    assert said in str(caught.value)

@@ -1,0 +1,163 @@
+"""Whole searches through the real stack: submitted, killed in the middle, resumed, looked at."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from tests.support.played_runs import value, values
+from tests.support.real_stack import Stack, embedded_stack
+from tests.support.scripted_critic import RULES, ScriptedCritic, serving
+
+ROWS = [{"messages": [{"role": "user", "content": f"{n} + 1?"}], "reference": str(n + 1)} for n in range(24)]
+SEARCH = {"critic": "scripted", "choose_tasks": 3, "held_out_tasks": 6, "batch_tasks": 2}
+BEAM = {"rounds": 6, "beam_width": 3, "branch_factor": 1}
+"""One edit of each: no two questions are alike, so that the script's answers do not depend on which comes first."""
+SEED = "Solve this: {question}"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def critic() -> ScriptedCritic:
+    return ScriptedCritic("informed", 1)
+
+
+@pytest.fixture
+def stack(short_folder: Path, critic: ScriptedCritic) -> Iterator[Stack]:
+    with serving(critic) as url, embedded_stack(short_folder, "30") as made:
+        made.environment["AGENTRL_CRITIC_URL"] = url
+        made.agentrl("sft", "--dataset", "arithmetic", "--model", "tiny", "--steps", "2")
+        yield made
+
+
+def config(folder: Path, name: str, **values: Any) -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    asked = {
+        "name": name,
+        "env": "plain",
+        "algorithm": {"name": "apo"},
+        "dataset": {"name": str(folder / "rows.jsonl")},
+        "model": {"path": "tiny-arithmetic"},
+        "agent": "tests.search.ruled_agent:solve",
+        "resources": {"prompt": SEED},
+        "search": SEARCH | BEAM,
+        **values,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(asked))
+    return str(file)
+
+
+def way(stack: Stack, run: str) -> list[tuple[str, str, float | None]]:
+    """What was tried in order: text, task, reward."""
+    query = """SELECT v.text || t.key || e.reward FROM groups g JOIN runs r ON r.id = g.run_id JOIN tasks t ON t.id = g.task_id
+        JOIN group_resources l ON l.group_id = g.id JOIN resources v ON v.id = l.resource_id
+        JOIN episodes e ON e.group_id = g.id WHERE r.name = :run ORDER BY g.slot, e.sample"""
+    return values(stack.database, query, run=run)
+
+
+def test_a_search_that_is_killed_in_mid_beam_goes_on_and_comes_to_the_same(
+    stack: Stack, critic: ScriptedCritic, short_folder: Path
+) -> None:
+    stack.agentrl("submit", "--config", config(short_folder, "calm"), "--wait")
+    asked = list(critic.asked)
+    critic.asked.clear()
+    stack.agentrl("submit", "--config", config(short_folder, "killed"))
+    for groups in (4, 12, 25):
+        stack.wait(lambda: value(stack.database, COUNT, run="killed") >= groups, f"{groups} groups")  # noqa: B023
+        stack.kill_worker("rollout,train")
+    stack.wait_for("killed")
+    assert way(stack, "killed") == way(stack, "calm")
+    assert sorted(critic.asked) == sorted(asked)  # each question once
+    assert value(stack.database, "SELECT count(DISTINCT key) - count(*) FROM critic_calls") <= 0
+    shown = json.loads(stack.agentrl("prompts", "killed", "--json"))
+    best = next(row for row in shown["versions"] if row["chosen"])
+    assert sum(advice in best["text"] for advice in RULES.values()) >= 2
+    assert shown["held_out"]["tasks"] == 6
+    assert shown["held_out"]["second"] == pytest.approx(best["mean_reward"])
+    assert shown["held_out"]["low"] > 0
+    text = stack.agentrl("prompts", "killed", "show", "best")
+    assert text.strip() == best["text"]
+    assert f"+{text}" in stack.agentrl("prompts", "killed", "diff", "0", "best")
+    assert "there are 0 to" not in stack.agentrl("prompts", "killed", "diff", "0", "99", code=5)
+    run = agentrl.open(stack.home).run("killed")
+    assert run.resources == {"prompt": best["text"]}
+    assert len(list(run.prompts().rows())) == len(shown["versions"])
+    assert {row.model for row in run.critic_calls().rows()} == {"scripted"}
+    assert "held out: 6 tasks that no choice has read" in stack.agentrl("watch", "killed")
+
+
+COUNT = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status = 'done'"
+
+
+def test_a_critic_that_does_not_answer_is_waited_for_and_loses_nothing(
+    stack: Stack, critic: ScriptedCritic, short_folder: Path
+) -> None:
+    url = stack.environment["AGENTRL_CRITIC_URL"]
+    stack.environment["AGENTRL_CRITIC_URL"] = "http://127.0.0.1:9"
+    stack.agentrl("down")
+    stack.agentrl("submit", "--config", config(short_folder, "waits"))
+    said = "SELECT count(*) FROM events WHERE detail LIKE '%critic''s server at http://127.0.0.1:9 does not answer%'"
+    stack.wait(lambda: value(stack.database, said) > 0, "the event")
+    assert values(stack.database, "SELECT status FROM runs WHERE name = 'waits'") == ["running"]
+    before = value(stack.database, "SELECT count(*) FROM episodes")
+    stack.agentrl("down")
+    stack.environment["AGENTRL_CRITIC_URL"] = url
+    stack.agentrl("resume", "waits")
+    stack.wait_for("waits")
+    assert before > 0
+    assert critic.asked
+
+
+def test_gepa_and_fast_run_through_the_same_queues_and_the_built_in_loop_reads_its_texts(
+    stack: Stack, short_folder: Path
+) -> None:
+    searched = {
+        "algorithm": {"name": "gepa"},
+        "search": {**SEARCH, "max_rollouts": 60},
+        "agent": "tests.search.ruled_agent:Rolls",
+    }
+    stack.agentrl("submit", "--config", config(short_folder, "gepa", **searched), "--wait")
+    assert value(stack.database, "SELECT count(*) FROM v_resources WHERE run = 'gepa' AND chosen AND version > 0") == 1
+    texts = {"system_prompt": "Add the numbers.", "tool:calculator": "Adds what it is given."}
+    own = {"algorithm": {"name": "fast"}, "agent": None, "search": {}, "env": "arithmetic", "resources": texts}
+    own |= {"dataset": {"name": "arithmetic", "max_samples": 4}, "rollout": {"max_new_tokens": 8}}
+    asked = config(short_folder, "fast", **{**own, "agent": {}})
+    stack.agentrl("submit", "--config", asked, "--wait")
+    assert value(stack.database, "SELECT count(*) FROM v_episodes WHERE run = 'fast' AND status = 'done'") == 4
+    prompts = values(
+        stack.database, "SELECT prompt FROM v_steps s JOIN steps p ON p.id = s.id WHERE s.run = 'fast' AND s.step = 0"
+    )
+    assert all("Add the numbers." in str(prompt) for prompt in prompts)
+    episode = value(stack.database, "SELECT min(id) FROM v_episodes WHERE run = 'fast'")
+    stack.agentrl("replay", str(episode), "--verify", "all")
+    stack.agentrl("fork", str(episode), "--step", "0", "-n", "2", "--name", "forked", "--wait")
+    assert (
+        value(stack.database, "SELECT count(*) FROM v_episode_resources WHERE run = 'forked' AND name = 'system_prompt'") == 2
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no critic": ({"search": {}}, "apo asks a critic, and none is named"),
+    "no text": ({"resources": {}}, "There is no text to improve: the agent is given none"),
+    "a text that nobody reads": (
+        {"agent": {}, "resources": {"tone": "Kind."}},
+        "resources.tone does nothing: without an agent",
+    ),
+    "a misspelt algorithm": ({"algorithm": {"name": "appo"}}, "No algorithm is called 'appo'"),
+}
+
+
+def test_a_search_that_cannot_be_is_refused_before_anything_is_written(stack: Stack, short_folder: Path) -> None:
+    import subprocess
+    import sys
+
+    for changes, said in REFUSED.values():
+        command = [sys.executable, "-m", "agentrl.cli", "submit", "--config", config(short_folder, "refused", **changes)]
+        done = subprocess.run(command, env=stack.environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr

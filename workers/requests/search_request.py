@@ -1,0 +1,106 @@
+"""A search as it is asked for: its texts, its critic, and which tasks are for what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.workflow.algorithms import Search, search_function
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.inference.http import check_url
+from agentrl.workflow.plugins import find
+from agentrl.workflow.resources import SYSTEM_PROMPT, TOOL
+from agentrl.workflow.search import names_taken
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store.iterations import task_order
+from agentrl.workflow.trajectory import Task
+
+
+@dataclass(frozen=True)
+class SearchedTasks:
+    """All tasks of a search, and content hash -> role of those that are not for learning."""
+
+    tasks: tuple[Task, ...]
+    roles: dict[str, str]
+
+
+def check_resources(made: Experiment) -> None:
+    """Checks that somebody reads the run's texts.
+
+    Raises:
+        ConfigError: the built-in loop has no such text.
+    """
+    if made.config.agent is not None:
+        return
+    for name in made.config.resources:
+        if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in made.tools):
+            known = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in made.tools)])
+            raise ConfigError(f"resources.{name} does nothing: without an agent nobody reads it.", f"There are {known}.")
+
+
+def settle_texts(made: Experiment) -> RunConfig:
+    """The config of a search with the texts that it begins with, and whom it asks.
+
+    Raises:
+        ConfigError: there are none, or its critic is named nowhere.
+    """
+    config, found = made.config, find("algorithms", made.config.algorithm.name)
+    names = names_taken(search_function(found))
+    if not config.resources and config.agent is None and made.env.system_prompt:
+        config = config.model_copy(update={"resources": {SYSTEM_PROMPT: made.env.system_prompt}})
+    if not config.resources and _chooses(found):
+        who = "the agent is given none" if config.agent is not None else "the env has no system prompt"
+        name = "prompt" if config.agent is not None else SYSTEM_PROMPT
+        raise ConfigError(f"There is no text to improve: {who}.", f"Write in a config file: resources: {{{name}: ...}}")
+    if "critic" in names:
+        if config.search.critic is None:
+            raise ConfigError(
+                f"{config.algorithm.name} asks a critic, and none is named.", "Name its model: -s search.critic=MODEL"
+            )
+        if not settings().broker_url:  # else the workers' machines know where it is
+            check_url(settings(), "critic")
+    elif config.search.critic is not None:
+        raise ConfigError(f"search.critic does nothing with {config.algorithm.name}.", "Leave it out.")
+    return config
+
+
+def _chooses(found: object) -> bool:
+    return not isinstance(found, Search) or found.chooses
+
+
+def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
+    """Which tasks are for learning, for choosing, and held out: those of `eval`, where it names some, else a part of these.
+
+    Raises:
+        ConfigError: there are too few.
+        DatasetError: the held-out tasks cannot be read.
+    """
+    if not _chooses(find("algorithms", config.algorithm.name)):
+        if config.eval.every is not None:
+            raise ConfigError(f"{config.algorithm.name} chooses nothing, and measures nothing.", "Leave eval.* out.")
+        return SearchedTasks(tuple(tasks), {})
+    order = [tasks[place] for place in task_order(config.seed, "search", [task.content_hash for task in tasks])]
+    if config.eval.every is not None:
+        dataset = config.dataset.model_copy(
+            update={
+                "name": config.eval.dataset or config.dataset.name,
+                "split": config.eval.split,
+                "max_samples": config.eval.tasks,
+            }
+        )
+        held_out = list(load_tasks(dataset).tasks)
+        known = {task.content_hash for task in held_out}
+        order = [task for task in order if task.content_hash not in known]
+    else:
+        held_out = order[: config.search.held_out_tasks]
+        order = order[len(held_out) :]
+    choose, train = order[: config.search.choose_tasks], order[config.search.choose_tasks :]
+    if len(held_out) < 2 or not train:
+        raise ConfigError(
+            f"{len(tasks)} tasks are too few: {config.search.choose_tasks} choose, "
+            f"{len(held_out) if config.eval.every else config.search.held_out_tasks} are held out, and the others teach.",
+            "Name more of them, or set search.choose_tasks and search.held_out_tasks lower.",
+        )
+    roles = {task.content_hash: "held_out" for task in held_out} | {task.content_hash: "choose" for task in choose}
+    return SearchedTasks((*train, *choose, *held_out), roles)

@@ -1,0 +1,220 @@
+"""Search: algorithms that are no gradient. They try texts in episodes, and choose.
+
+Such an algorithm is a function `run(resources, rollouts, ...)` of what it is given by name, see `Given`. It is called from its
+beginning whenever its run goes on: what it asked for before is answered from rows, at once and the same, so that it comes to
+where it was. It must therefore take the same way again: its draws come from `rng`, and nothing else decides.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import fsum
+from typing import Any, Protocol
+
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.resources import fault_of
+from agentrl.workflow.trajectory import Group, Task
+
+MOST_GROUPS = 4096
+"""Of one request."""
+Candidate = Mapping[str, str]
+"""Name -> text of all of a run's resources."""
+
+
+class Critic(Protocol):
+    """Who is asked for critique and edits: a model behind any endpoint of OpenAI's kind."""
+
+    def __call__(self, prompt: str) -> str:
+        """The answer to a prompt.
+
+        Raises:
+            ServiceError: it does not answer; the run waits, and asks again.
+        """
+        ...
+
+    def each(self, prompts: Sequence[str]) -> list[str]:
+        """The answers to prompts that are asked side by side."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rollouts that a search wants next: a group of each task for each of the candidates, those of the first one first."""
+
+    candidates: tuple[Candidate, ...]
+    tasks: tuple[Task, ...]
+    notes: tuple[str, ...] = ()
+    parents: tuple[Candidate | None, ...] = ()
+
+    @property
+    def groups(self) -> list[tuple[int, Task]]:
+        """The candidate, by its place, and the task of each group."""
+        return [(place, task) for place in range(len(self.candidates)) for task in self.tasks]
+
+
+class Asked(BaseException):
+    """Rollouts are wanted that are not there yet; it passes through an algorithm that catches exceptions."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__("rollouts are wanted")
+        self.request = request
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A group of the record: what was tried on which task, and what came of it."""
+
+    candidate: Candidate
+    group: Group
+
+
+class Resources(dict[str, str]):
+    """The texts that a search begins with."""
+
+    def fault_of(self, name: str, text: object) -> str:
+        """Why the text cannot take the place of the one of that name; empty if it can."""
+        return fault_of(text, self[name])
+
+    def with_text(self, candidate: Candidate, name: str, text: str) -> dict[str, str]:
+        """The candidate with another text under that name."""
+        return {**candidate, name: text}
+
+
+class Rollouts:
+    """Episodes for a search: those of its record, then those that it asks for.
+
+    Args:
+        seeds: what the search begins with, whose names every candidate has.
+        record: all that the run has tried, in its order.
+    """
+
+    def __init__(self, seeds: Candidate, record: Sequence[Tried]) -> None:
+        self._seeds, self._record, self._next = seeds, record, 0
+
+    def __call__(
+        self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
+    ) -> list[Group]:
+        """A group of episodes for each of the tasks, with the candidate's texts; `note` and `parent` say how it came about."""
+        return self.each([candidate], tasks, [note], [parent])[0]
+
+    def each(
+        self,
+        candidates: Sequence[Candidate],
+        tasks: Sequence[Task],
+        notes: Sequence[str] = (),
+        parents: Sequence[Candidate | None] = (),
+    ) -> list[list[Group]]:
+        """The same for several candidates, which are rolled out side by side.
+
+        Raises:
+            ValueError: a candidate is none, or too much is asked for at once.
+            ConfigError: the search does not take the way that its record tells.
+        """
+        asked = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
+        for candidate in asked.candidates:
+            self._check(candidate)
+        if not asked.groups:
+            return [[] for _ in candidates]
+        if len(asked.groups) > MOST_GROUPS:
+            raise ValueError(f"{len(asked.groups)} groups are more than a search asks for at once: {MOST_GROUPS}")
+        if self._next >= len(self._record):
+            raise Asked(asked)
+        found = self._record[self._next : self._next + len(asked.groups)]
+        self._next += len(asked.groups)
+        told = [(dict(each.candidate), each.group.task.content_hash) for each in found]
+        if told != [(asked.candidates[place], task.content_hash) for place, task in asked.groups]:
+            raise ConfigError(
+                "The search asks for other rollouts than when it came here first: its code, or what it draws, has changed.",
+                "Bring back what it was, or submit the run anew.",
+            )
+        groups = [each.group for each in found]
+        return [groups[start : start + len(tasks)] for start in range(0, len(groups), len(tasks))]
+
+    def _check(self, candidate: Candidate) -> None:
+        if candidate.keys() != self._seeds.keys():
+            raise ValueError(f"a candidate has the texts {', '.join(self._seeds)}, not {', '.join(candidate)}")
+        for name, text in candidate.items():
+            if fault := fault_of(text, self._seeds[name]):
+                raise ValueError(f"the text {name!r} of a candidate cannot be tried: {fault}")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a search may be given, by the names of these fields.
+
+    Args:
+        resources: the texts that it begins with.
+        rollouts: episodes with other texts.
+        train_tasks, choose_tasks: tasks to learn from, and to choose by.
+        critic: who criticises; None where the run names nobody.
+        rng: its draws.
+        options: the run's section `search`.
+        store: the URL of the database: `agentrl.open(store)` reads it.
+    """
+
+    resources: Resources
+    rollouts: Rollouts
+    train_tasks: Sequence[Task]
+    choose_tasks: Sequence[Task]
+    critic: Critic | None = None
+    rng: random.Random = field(default_factory=random.Random)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    store: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The end of a search: the candidate that it chose; None where it chose nothing."""
+
+    candidate: Candidate | None
+
+
+def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Request | Chosen:
+    """Calls the algorithm: what it wants next, or what it chose.
+
+    What was chosen is then measured beside the seed on tasks that no choice has read.
+
+    Raises:
+        ConfigError: it cannot be called so, or has gone another way.
+    """
+    try:
+        chosen = run(**_taken(run, given))
+        if chosen is None:
+            return Chosen(None)
+        if not isinstance(chosen, Mapping):
+            raise TypeError(f"a search returns the texts that it chose, by name, or None, no {type(chosen).__name__}")
+        if dict(chosen) != given.resources and held_out:
+            given.rollouts.each([dict(given.resources), chosen], held_out)
+        return Chosen(dict(chosen))
+    except Asked as asked:
+        return asked.request
+
+
+def names_taken(run: Callable[..., Any]) -> list[str]:
+    """The names of what the algorithm takes.
+
+    Raises:
+        ConfigError: it takes what no search is given.
+    """
+    known = list(Given.__dataclass_fields__)
+    names = list(inspect.signature(run).parameters)
+    if strange := [name for name in names if name not in known]:
+        raise ConfigError(f"A search is given no {strange[0]!r}.", f"Its run may take {', '.join(known)}.")
+    return names
+
+
+def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
+    return {name: getattr(given, name) for name in names_taken(run)}
+
+
+def score(groups: Sequence[Group]) -> float:
+    """The mean over tasks of the mean reward of a task's episodes that are done; minus infinity where none is."""
+    means = [mean for mean in map(group_score, groups) if mean is not None]
+    return fsum(means) / len(means) if means else float("-inf")
+
+
+def group_score(group: Group) -> float | None:
+    """The mean reward of a group's episodes that are done; None where none is."""
+    rewards = [episode.reward for episode in group.episodes if episode.status == "done" and episode.reward is not None]
+    return fsum(rewards) / len(rewards) if rewards else None

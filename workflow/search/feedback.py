@@ -1,0 +1,62 @@
+"""An episode as a critic reads it: what was said, what tools answered, what it earned; short, whatever is in it."""
+
+from collections.abc import Iterator
+
+from agentrl.workflow.search import group_score
+from agentrl.workflow.trajectory import Episode, Group
+
+LONGEST_PART = 1500
+LONGEST = 6000
+"""Characters of a message, and of an episode."""
+
+
+def conversation(episode: Episode) -> str:
+    """What was said in the episode, in its order, as far as there is room."""
+    return cut("\n".join(_lines(episode)), LONGEST)
+
+
+def feedback(episode: Episode) -> str:
+    """What became of it: its reward and the parts of it, why it ended, and which tools failed."""
+    told = [f"reward {_number(episode.reward)}"]
+    told += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
+    told += [f"it ended: {episode.stop_reason or episode.status}"]
+    if episode.task.reference:
+        told.append(f"the right answer: {cut(episode.task.reference, LONGEST_PART)}")
+    for step in episode.steps:
+        made = zip(step.message.tool_calls, step.results or (), strict=False)
+        told += [f"{call.name:.100} failed: {cut(result.content, 300)}" for call, result in made if result.error_class]
+    return cut("\n".join(told), LONGEST)
+
+
+def told(group: Group) -> str:
+    """A group's first episode with a reward, and how all of its episodes did."""
+    episode = next((each for each in group.episodes if each.reward is not None), group.episodes[0])
+    mean = group_score(group)
+    head = f"mean reward of {len(group.episodes)} episodes: {_number(mean)}\n" if len(group.episodes) > 1 else ""
+    return f"{conversation(episode)}\n--\n{head}{feedback(episode)}"
+
+
+def cut(text: str, most: int) -> str:
+    """The text, its middle left out where it is longer."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _lines(episode: Episode) -> Iterator[str]:
+    if not episode.steps:
+        yield from (f"{message.role}: {cut(message.content, LONGEST_PART)}" for message in episode.task.messages)
+    for step in episode.steps:
+        for message in step.prompt:
+            yield f"{message.role}: {cut(message.content, LONGEST_PART)}"
+        calls = "".join(
+            f"\n  calls {call.name:.100}({cut(str(dict(call.arguments)), 300)})" for call in step.message.tool_calls
+        )
+        yield f"assistant: {cut(step.message.content, LONGEST_PART)}{calls}"
+    last = episode.steps[-1].results if episode.steps else None
+    yield from (f"tool: {cut(result.content, LONGEST_PART)}" for result in last or ())
+    if episode.answer:
+        yield f"answer: {cut(episode.answer, LONGEST_PART)}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

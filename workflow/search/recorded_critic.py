@@ -1,0 +1,72 @@
+"""The critic of a search, behind any endpoint that speaks chat completions. What it was asked once, it is not asked again."""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from agentrl.workflow.config import SearchConfig
+from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.responses import ChatReply
+from agentrl.workflow.settings import Settings
+
+AT_ONCE = 8
+LONGEST_ANSWER = 100_000
+"""Characters; the rest of an answer is cut off."""
+
+Recorded = Callable[[str, list[dict[str, str]], str, float], str]
+"""Keeps an answer: its key, what was asked, the answer, seconds. Returns the one that is kept: another may have written it."""
+
+
+class RecordedCritic:
+    """A critic whose answers are kept.
+
+    Args:
+        asked: the run's section `search`, which names the critic's model.
+        settings: with `critic_url` and `critic_key`.
+        answers: those that are kept already, by key.
+        record: keeps one.
+
+    Raises:
+        ConfigError: there is no URL.
+    """
+
+    def __init__(self, asked: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
+        self._asked, self._answers, self._record = asked, answers, record
+        self._connection = Connection(settings, "critic")
+        self._times: Counter[str] = Counter()
+
+    def __call__(self, prompt: str) -> str:
+        """See `search.Critic`."""
+        return self.each([prompt])[0]
+
+    def each(self, prompts: Sequence[str]) -> list[str]:
+        """See `search.Critic`."""
+        keys = [self._key(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(self._answer, prompts, keys))
+
+    def _key(self, prompt: str) -> str:
+        """The same for the same question, but for how often it was asked before."""
+        text = json.dumps([self._asked.critic, self._asked.critic_temperature, self._asked.critic_tokens, prompt])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._times[digest] += 1
+        return hashlib.sha256(f"{digest} {self._times[digest]}".encode()).hexdigest()
+
+    def _answer(self, prompt: str, key: str) -> str:
+        if key in self._answers:
+            return self._answers[key]
+        messages = [{"role": "user", "content": prompt}]
+        body: dict[str, Any] = {"model": self._asked.critic, "messages": messages, "max_tokens": self._asked.critic_tokens}
+        body["temperature"] = self._asked.critic_temperature
+        started = time.perf_counter()
+        reply = self._connection.read(ChatReply, "/v1/chat/completions", body)
+        text = (reply.choices[0].message.content or "")[:LONGEST_ANSWER] if reply.choices else ""
+        return self._record(key, messages, text, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._connection.close()

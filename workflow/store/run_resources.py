@@ -1,0 +1,61 @@
+"""A run's texts: each version kept once, and which versions a group's episodes work with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from sqlalchemy import Connection, func, select
+
+from agentrl.workflow.tables import schema
+
+_VERSIONS, _LINKS = schema.resources.c, schema.group_resources.c
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a version came about: in words, and the texts that it was made from."""
+
+    note: str = ""
+    before: Mapping[str, str] | None = None
+
+
+def link_resources(
+    tx: Connection, run_id: int, groups: Sequence[int], texts: Mapping[str, str], origin: Origin | None = None
+) -> None:
+    """Says that the groups' episodes work with these texts, each of which becomes a version where the run has none like it."""
+    origin = origin or Origin()
+    ids = [version_of(tx, run_id, name, text, origin) for name, text in texts.items()]
+    rows = [{"group_id": group, "resource_id": version} for group in groups for version in ids]
+    if rows:
+        tx.execute(schema.group_resources.insert(), rows)
+
+
+def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Origin) -> int:
+    """The number of the text's row, which is made where the run has no version like it."""
+    mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
+    digest = sha256(text.encode()).hexdigest()
+    found = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()
+    if found is not None:
+        return int(found)
+    version = tx.execute(select(func.coalesce(func.max(_VERSIONS.version) + 1, 0)).where(mine)).scalar_one()
+    parent = None
+    if origin.before is not None and name in origin.before:
+        old = sha256(origin.before[name].encode()).hexdigest()
+        parent = tx.execute(select(_VERSIONS.version).where(mine, _VERSIONS.content_hash == old)).scalar_one_or_none()
+    values = {"run_id": run_id, "name": name, "version": version, "content_hash": digest, "text": text}
+    made = schema.resources.insert().values(**values, parent_version=parent, note=origin.note).returning(_VERSIONS.id)
+    return int(tx.execute(made).scalar_one())
+
+
+def resources_of_group(tx: Connection, group: int) -> dict[str, str]:
+    """The texts that a group's episodes work with, by name."""
+    query = select(_VERSIONS.name, _VERSIONS.text).join(schema.group_resources, _LINKS.resource_id == _VERSIONS.id)
+    rows = tx.execute(query.where(_LINKS.group_id == group).order_by(_VERSIONS.name))
+    return {row.name: row.text for row in rows}
+
+
+def copy_links(tx: Connection, source: int, target: int) -> None:
+    """The group `target` works with what the group `source` did."""
+    ids = tx.execute(select(_LINKS.resource_id).where(_LINKS.group_id == source)).scalars().all()
+    if ids:
+        tx.execute(schema.group_resources.insert(), [{"group_id": target, "resource_id": version} for version in ids])

@@ -1,0 +1,134 @@
+"""The rows of a search: what it has tried, what it tries next, what its critic said, and what it chose.
+
+A search is one iteration to which groups are added, each round of them in one commit, until it has chosen.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.errors import Fenced
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.iterations import Slot, insert_groups
+from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.rows import clean, task_value
+from agentrl.workflow.store.run_resources import Origin, link_resources, resources_of_group, version_of
+from agentrl.workflow.store.train_claims import IterationWork, set_run_status
+from agentrl.workflow.store.train_commits import UpdateRecord, close_iteration
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.trajectory import OPEN, Task
+
+_ITERATIONS, _GROUPS, _CRITIC = schema.iterations.c, schema.groups.c, schema.critic_calls.c
+
+
+@dataclass(frozen=True)
+class SearchTasks:
+    """The tasks of a run that searches, by their numbers."""
+
+    train: Mapping[int, Task]
+    choose: Mapping[int, Task]
+    held_out: Mapping[int, Task]
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group to be rolled out: its task, its texts, and how these came about."""
+
+    task: int
+    candidate: Mapping[str, str]
+    origin: Origin
+
+
+@read_transaction
+def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
+    """The run's tasks by what they are for."""
+    roles = schema.run_tasks.c
+    query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
+    found: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
+    for row in tx.execute(query.where(roles.run_id == run_id).order_by(schema.tasks.c.id)).mappings():
+        found[row["role"]][row["id"]] = task_value(row)
+    return SearchTasks(**found)
+
+
+@read_transaction
+def load_candidates(tx: Connection, iteration: int) -> dict[int, dict[str, str]]:
+    """Slot -> the texts of its group, of all that was tried."""
+    rows = tx.execute(select(_GROUPS.slot, _GROUPS.id).where(_GROUPS.iteration_id == iteration)).all()
+    return {row.slot: resources_of_group(tx, row.id) for row in rows}
+
+
+@read_transaction
+def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
+    """Episode -> the parts of its reward, of all that was tried."""
+    rewards, episodes = schema.rewards.c, schema.episodes.c
+    query = select(rewards.episode_id, rewards.part, func.sum(rewards.value).label("value"))
+    query = query.join(schema.episodes, episodes.id == rewards.episode_id).where(episodes.iteration_id == iteration)
+    query = query.join(schema.reward_sets, schema.reward_sets.c.id == rewards.reward_set_id)
+    query = query.where(schema.reward_sets.c.name == "default").group_by(rewards.episode_id, rewards.part)
+    found: dict[int, dict[str, float]] = {}
+    for row in tx.execute(query.order_by(rewards.episode_id, rewards.part)):
+        found.setdefault(row.episode_id, {})[row.part] = row.value
+    return found
+
+
+@read_transaction
+def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
+    """Key -> answer of the run's critic."""
+    return {row.key: row.answer for row in tx.execute(select(_CRITIC.key, _CRITIC.answer).where(_CRITIC.run_id == run_id))}
+
+
+@transaction
+def record_answer(
+    tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
+) -> str:
+    """Keeps a critic's answer, and returns the one that is kept: another process may have asked the same before."""
+    asked = [{name: clean(str(text)) for name, text in message.items()} for message in messages]
+    values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": clean(answer), "seconds": seconds}
+    tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
+    return str(tx.execute(select(_CRITIC.answer).where(_CRITIC.run_id == run_id, _CRITIC.key == key)).scalar_one())
+
+
+@transaction
+def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
+    """Adds groups to the search's iteration, whose claim ends with that.
+
+    Raises:
+        Fenced: another process has the iteration, or it is over.
+    """
+    mine = (_ITERATIONS.id == work.id) & (_ITERATIONS.train_token == work.token) & _ITERATIONS.status.in_(OPEN)
+    if tx.execute(select(_ITERATIONS.id).where(mine).with_for_update()).first() is None:
+        raise Fenced(f"The search of {work.run} is no longer held by token {work.token}.")
+    run = tx.execute(select(schema.runs).where(schema.runs.c.id == work.run_id).with_for_update()).mappings().one()
+    before = Counter(tx.execute(select(_GROUPS.task_id).where(_GROUPS.iteration_id == work.id)).scalars())
+    first, size = sum(before.values()), work.config["rollout"]["group_size"]
+    slots = []
+    for number, each in enumerate(planned, first):
+        slots.append(Slot(number, each.task, before[each.task] * size))
+        before[each.task] += 1
+    ids = insert_groups(tx, run, work.id, slots)
+    for slot, each in zip(slots, planned, strict=True):
+        link_resources(tx, work.run_id, [ids[slot.number]], each.candidate, each.origin)
+    again = {"train_token": _ITERATIONS.train_token + 1, "lease_until": now_ms() - 1, "worker": ""}
+    sent = {"train_sent_ms": None, "train_sends": 0, "episodes": _ITERATIONS.episodes + len(planned) * size}
+    tx.execute(update(schema.iterations).where(_ITERATIONS.id == work.id).values(**again, **sent))
+
+
+@transaction
+def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
+    """Ends the run, and marks what it chose.
+
+    Raises:
+        Fenced: another process has the iteration, or it is over.
+    """
+    close_iteration(tx, work, UpdateRecord((), {}))
+    ids = [version_of(tx, work.run_id, name, text, Origin("chosen without a trial")) for name, text in (chosen or {}).items()]
+    if ids:
+        tx.execute(update(schema.resources).where(schema.resources.c.id.in_(ids)).values(chosen=True))
+        versions = select(schema.resources.c.name, schema.resources.c.version).where(schema.resources.c.id.in_(ids))
+        told = ", ".join(f"{row.name}@{row.version}" for row in tx.execute(versions.order_by(schema.resources.c.name)))
+        log(tx, work.run_id, "chosen", detail=told)
+    set_run_status(tx, work.run_id, "done", "")
