@@ -4,8 +4,10 @@
         worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
         for _ in range(10):
             trainer.update(worker.run_episodes(tasks, samples=8))
+        trainer.save("better")
 
-The same policy, template, tools, rewards and update as a run's, without its rows: nothing is stored, resumed or sent.
+The same policy, template, tools, rewards and update as a run's, without its rows: nothing is resumed or sent, and what is kept
+is what was saved.
 """
 
 import json
@@ -21,6 +23,7 @@ from typing import Any
 from weakref import finalize
 
 from agentrl.api.options import keys_of
+from agentrl.workers.stack.process import base_hashes
 from agentrl.workflow import emitters, trainers
 from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.algorithms import settle_run
@@ -31,10 +34,13 @@ from agentrl.workflow.datasets.jsonl import read_rows
 from agentrl.workflow.envs import Env, score_episode
 from agentrl.workflow.errors import ConfigError, DatasetError, RewardError, StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
+from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Reward, assign_rewards, numbers, part_of
+from agentrl.workflow.settings import settings
 from agentrl.workflow.tools import Tool, run_within
 from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.training.merging import merge
 from agentrl.workflow.trajectory import Episode, Group, PolicyRef, Step, Task, ToolCall, ToolResult
 
 AT_ONCE = 64
@@ -189,6 +195,18 @@ class GRPOTrainer:
         sha256 = checkpoint_cache.write(path, self._trainer.save)
         self._policy.ref = PolicyRef(before.base, before.base_hash, path, sha256, before.version + 1)
         return told
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> Path:
+        """Makes a model folder of the policy as it is now, which needs nothing else: `open_policy` and `agentrl chat` take it.
+
+        Raises:
+            ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
+            ModelError, CheckpointError: it cannot be made, and why.
+        """
+        target, here = Path(folder).expanduser(), settings()
+        refuse_existing(target, overwrite, "Pass overwrite=True")
+        merge(self._policy.ref, self._policy.policy.config, base_hashes(self._policy.policy), target, here.device, here.threads)
+        return target
 
 
 def judged(reward: Reward, name: str, ended: Episode) -> Any:

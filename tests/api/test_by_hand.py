@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import agentrl
 from agentrl.api.by_hand import grouped, task_of
-from agentrl.workflow.errors import ConfigError, DatasetError, RewardError
+from agentrl.workflow.errors import ConfigError, ConflictError, DatasetError, RewardError
 from tests.support.small_models import tiny_calling
 
 TASKS = [{"question": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(4)]
@@ -50,7 +51,7 @@ def test_a_question_alone_is_answered_and_not_scored(policy: agentrl.OpenPolicy)
     assert scored.reward == scored.rewards["low"] == low(scored)
 
 
-def test_updates_make_the_policy_better_and_it_samples_with_what_it_became(tmp_path: Path) -> None:
+def test_updates_make_the_policy_better_and_what_it_became_samples_and_is_saved(tmp_path: Path) -> None:
     folder = tiny_calling(tmp_path / "calling")
     with agentrl.open_policy(str(folder), max_new_tokens=8, max_steps=1) as policy:
         worker = agentrl.RolloutWorker(policy, "plain", rewards={"low": low})
@@ -64,6 +65,14 @@ def test_updates_make_the_policy_better_and_it_samples_with_what_it_became(tmp_p
         same = trainer.update([*worker.run_episodes(TASKS[:1])])
         assert same["skipped"]
         assert policy.ref.version == 7
+        told = policy.forward([list(range(12))]).logprobs
+        saved = trainer.save(tmp_path / "saved")
+        with pytest.raises(ConflictError, match="Pass overwrite=True"):
+            trainer.save(saved)
+        assert trainer.save(str(saved), overwrite=True) == saved
+    with agentrl.open_policy(str(saved), max_new_tokens=8) as loaded, agentrl.open_policy(str(folder)) as untrained:
+        assert torch.allclose(loaded.forward([list(range(12))]).logprobs, told, atol=1e-4)
+        assert not torch.allclose(untrained.forward([list(range(12))]).logprobs, told, atol=0.05)
 
 
 def test_what_cannot_be_done_by_hand_is_said_in_a_sentence(policy: agentrl.OpenPolicy) -> None:
