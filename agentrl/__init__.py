@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.hooks import Hook, LoggingHook
     from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
+    from agentrl.workflow.tools import Tool
     from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task
 
 if not (Path(__file__).parent / "workflow").is_dir():
@@ -72,6 +73,7 @@ __all__ = [
     "StoredPolicy",
     "Table",
     "Task",
+    "Tool",
     "Trainer",
     "emit_annotation",
     "emit_exception",
@@ -101,9 +103,27 @@ _PLACES = {
     "agentrl.workflow.errors": ("AgentRLError",),
     "agentrl.workflow.hooks": ("Hook", "LoggingHook"),
     "agentrl.workflow.inference.open_policy": ("OpenPolicy", "open_policy"),
+    "agentrl.workflow.tools": ("Tool",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task"),
 }
 """Where what is public is made."""
+_ELSEWHERE = {
+    "LitAgent": "derive agentrl.Agent, and write rollout(self, task, llm)",
+    "LLMProxy": "an agent is given llm.base_url, llm.api_key and llm.model",
+    "InMemoryLightningStore": "pass store=agentrl.InMemoryStore()",
+    "LightningStore": "pass store= a folder or a URL; agentrl.open(store) reads it",
+    "MiniGRPO": "write agentrl.GRPO(model, tokenizer)",
+    "PPOTrainer": "write agentrl.GRPOTrainer(policy, 'ppo')",
+    "TrajectoryBuffer": "keep episodes in a list, which GRPOTrainer.update takes",
+    "BasePolicy": "agentrl.open_policy(model) has generate, stream and forward",
+    "AgentEnv": "derive agentrl.Env: reset, step and final_reward",
+    "CodeExecEnv": 'name env="code", or write agentrl.Env(tools=("python",), rewards={...})',
+    "ToolRegistry": "an env has its tools: agentrl.Env(tools=(tool, ...))",
+    "BaseTool": "write agentrl.Tool(function): its name, docstring and types are what the model is told",
+    "CodeExecTool": 'the tool "python" runs code in the sandbox: agentrl.Env(tools=("python",))',
+    "ToolCallingAgent": "agentrl.RolloutWorker(policy, env).run_episode(task) is the loop of turns and calls",
+}
+"""What other frameworks call by these names, and what to write here."""
 
 old_names.install()
 
@@ -111,7 +131,8 @@ old_names.install()
 def __getattr__(name: str) -> Any:
     place = next((module for module, names in _PLACES.items() if name in names), None)
     if place is None:
-        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+        way = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}{way}")
     found = globals()[name] = getattr(import_module(place), "open_store" if name == "open" else name)
     return found
 

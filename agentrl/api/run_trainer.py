@@ -13,8 +13,9 @@ from agentrl.api.options import keys_of
 from agentrl.api.place import InMemoryStore, Place
 from agentrl.api.run import Run
 from agentrl.api.store import Store
+from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
-from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.config import PROGRAM, DatasetConfig
 from agentrl.workflow.datasets import env_of
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, StateError
@@ -38,10 +39,10 @@ class Trainer:
 
     Args:
         algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
-        agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, its path, or "cmd:PROGRAM ...";
-            None: the built-in loop.
+        agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, a class, its path, or
+            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env.
         model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
-        env: what the built-in loop acts in, and what rewards it; a name, a path or an `Env`; None: the dataset's own.
+        env: what the built-in loop acts in, and what rewards it: a name, a path, an `Env`, its class; None: the dataset's own.
         rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
             rows then have the env "plain" where none is named, and what another gives counts only where it is named.
         hooks: `Hook` objects, classes or paths.
@@ -63,7 +64,7 @@ class Trainer:
         *,
         agent: Any = None,
         model: str | Path | None = None,
-        env: "str | Env | None" = None,
+        env: "str | Env | type[Env] | None" = None,
         rewards: Any = (),
         hooks: Sequence[Any] = (),
         store: "str | Path | Store | InMemoryStore | None" = None,
@@ -115,7 +116,7 @@ class Trainer:
         Ctrl-C pauses the run, which loses nothing: `Trainer.attach(name).fit()` goes on.
 
         Args:
-            agent: as in the Trainer, in whose place it stands.
+            agent: as in the Trainer, in whose place it stands; rows here are the train_dataset.
             train_dataset: a name, a file, rows as mappings, a Hugging Face dataset, a DataFrame.
             val_dataset: the same, of tasks that it does not train on; the policy is measured on them.
             wait: False: return once the run is submitted; its workers go on.
@@ -128,6 +129,7 @@ class Trainer:
             _refuse_new(agent, train_dataset, val_dataset, options)
             name = self._go_on()
         else:
+            agent, train_dataset = _told_apart(agent, train_dataset)
             name = self._submit(self.config(agent, train_dataset, val_dataset, **options))
         self.run = self._place.open().run(name)
         return self._follow(self.run) if wait else self.run
@@ -148,14 +150,16 @@ class Trainer:
         """
         from agentrl.api.dev import try_agent
 
+        agent, train_dataset = _told_apart(agent, train_dataset)
         keys = self._keys | keys_of(options)
         keys |= self._dataset_keys(train_dataset, None)
-        env = self._env if self._env is not None else keys.get("env")
+        agent, env = self._acting(agent)
+        env = env if env is not None else keys.get("env")
         rewards = {getattr(each, "__name__", str(each)): (each, weight) for each, weight in _weighed(self._rewards)}
         if env is None:
             env = PLAIN if rewards else _env_of(keys)
         keys = {key: value for key, value in keys.items() if key.partition(".")[0] not in ("agent", "env", "hooks", "rewards")}
-        return try_agent(keys, agent if agent is not None else self._agent, env, rewards, _listed(self._hooks))
+        return try_agent(keys, agent, env, rewards, _listed(self._hooks))
 
     def config(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Any) -> dict[str, Any]:
         """The keys that `fit` submits, with names in place of objects: what a config file of the same run says.
@@ -164,8 +168,9 @@ class Trainer:
             ConfigError, DatasetError: as `fit`.
         """
         keys = self._keys | keys_of(options)
-        keys |= self._named("algorithm.name", self._algorithm, "algorithm") | self._named("env", self._env, "env")
-        keys |= self._named("agent.name", agent if agent is not None else self._agent, "solve")
+        agent, env = self._acting(agent)
+        keys |= self._named("algorithm.name", self._algorithm, "algorithm") | self._named("env", env, "env")
+        keys |= self._named("agent.name", agent, "solve")
         _refuse_in_sandbox(keys)
         keys |= self._dataset_keys(train_dataset, val_dataset)
         if hooks := [self._path(hook, f"hook_{number}") for number, hook in enumerate(_listed(self._hooks))]:
@@ -176,6 +181,15 @@ class Trainer:
                 keys["env"] = PLAIN
             keys["rewards"] = self._unnamed_rewards(keys) | dict(keys.get("rewards", {})) | weights
         return keys
+
+    def _acting(self, agent: Any) -> tuple[Any, Any]:
+        """(agent, env) of what was passed as the agent, which may be an env: then the built-in loop acts in it."""
+        agent = agent if agent is not None else self._agent
+        if not _is_env(agent):
+            return agent, _made(self._env)
+        if self._env is not None:
+            raise ConfigError("The agent is an env, and env= names one too.", "Leave one out.")
+        return None, _made(agent)
 
     def _named(self, key: str, value: Any, name: str) -> dict[str, str]:
         return {} if value is None else {key: self._path(value, name)}
@@ -255,6 +269,52 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
+
+
+def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:
+    """(agent, rows): `fit(rows)` names no agent.
+
+    Raises:
+        ConfigError: both are rows.
+    """
+    if agent is None or isinstance(agent, str | Env) or callable(agent) or is_class_agent(agent):
+        return agent, train
+    if train is not None:
+        raise ConfigError(
+            "The agent is none, but rows, beside a train_dataset.", "Write fit(train_dataset=..., val_dataset=...)."
+        )
+    return None, agent
+
+
+def _is_env(agent: Any) -> bool:
+    """Whether what was passed as an agent is an env, its class, its name or its path."""
+    if not isinstance(agent, str):
+        return isinstance(agent, Env) or (isinstance(agent, type) and issubclass(agent, Env))
+    if ":" not in agent:
+        find("envs", agent)  # a function has a path, and a program begins with cmd:
+        return True
+    if agent.startswith(PROGRAM):
+        return False
+    try:
+        found = find("envs", agent)
+    except ConfigError:  # an agent, or nothing: then it is refused where the run is submitted
+        return False
+    return isinstance(found, Env)
+
+
+def _made(env: Any) -> Any:
+    """The env, made where its class was passed.
+
+    Raises:
+        ConfigError: it cannot be made without arguments.
+    """
+    if not isinstance(env, type):
+        return env
+    try:
+        return env()
+    except Exception as error:
+        said = f"The env {env.__name__!r} cannot be made without arguments: {type(error).__name__}: {error}."
+        raise ConfigError(said, "Pass an object of it.") from error
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from agentrl.api.place import Place
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, StateError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
@@ -42,6 +43,24 @@ class Counts(agentrl.Hook):
 
     def __init__(self, most: int) -> None:
         self.most = most
+
+
+class Guess(agentrl.Env):
+    """An env of one's own."""
+
+    def final_reward(self, episode: agentrl.Episode) -> Mapping[str, float]:
+        """For any answer."""
+        return {"guessed": float(bool(episode.final_answer))}
+
+
+class Needy(agentrl.Env):
+    """An env that cannot be made without arguments."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(system_prompt=str(least))
+
+
+guess = Guess(rewards={"format": 0.5})
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +98,40 @@ def test_rows_come_in_many_kinds_and_are_written_once() -> None:
     assert str(file) == keys["dataset.name"]
     (read,) = load_tasks(build(agentrl.Trainer().config(train_dataset=[task])).dataset).tasks
     assert (read.messages, read.reference, read.metadata) == (task.messages, "", {"level": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("arithmetic", "arithmetic"),
+        ("tests.api.test_trainer:guess", "tests.api.test_trainer:guess"),
+        (guess, "tests.api.test_trainer:guess"),
+        (Guess, "agentrl_code_"),
+        (Guess(system_prompt="Guess."), "agentrl_code_"),
+    ],
+)
+def test_an_env_as_the_agent_is_the_built_in_loop_in_that_env(given: Any, path: str) -> None:
+    for trainer, agent in (
+        (agentrl.Trainer(), given),
+        (agentrl.Trainer(agent=given), None),
+        (agentrl.Trainer(env=given), None),
+    ):
+        made = build(trainer.config(agent=agent, train_dataset=ROWS))
+        assert made.agent is None
+        assert str(made.env).startswith(path)
+        found = Experiment(made).env
+        assert type(found).__name__ == (type(guess).__name__ if given != "arithmetic" else "Env")
+        assert found.system_prompt == ("Guess." if getattr(given, "system_prompt", "") == "Guess." else "")
+
+
+def test_an_env_that_is_none_or_one_too_many_is_refused() -> None:
+    with pytest.raises(ConfigError, match="env= names one too"):
+        agentrl.Trainer(env="math").config(agent=guess)
+    with pytest.raises(ConfigError, match="'Needy' cannot be made without arguments: TypeError"):
+        agentrl.Trainer().config(agent=Needy)
+    with pytest.raises(ConfigError, match=r"No env is called 'arithmetics'\. Did you mean 'arithmetic'"):
+        agentrl.Trainer(agent="arithmetics").config()
+    assert agentrl.Trainer(agent="no_module:solve").config()["agent.name"] == "no_module:solve"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
