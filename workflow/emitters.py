@@ -172,6 +172,16 @@ def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None
         _sink.reset(token)
 
 
+@contextmanager
+def sent(url: str, key: str) -> Iterator[None]:
+    """What is emitted meanwhile in this context is sent to that URL of the endpoint, under that key."""
+    token = _sink.set(functools.partial(_send, url, key))
+    try:
+        yield
+    finally:
+        _sink.reset(token)
+
+
 def _emit(kind: str, name: str, data: Mapping[str, Any], step: int | None = None, seconds: float | None = None) -> None:
     sink = _sink.get() or _endpoint_sink()
     if sink is None:

@@ -10,7 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.plugins import find
+from agentrl.workflow.plugins import find, is_lent
 from agentrl.workflow.trajectory import Episode, Rollout
 
 log = getLogger("agentrl.hook")
@@ -108,7 +108,7 @@ def _make_hook(path: str) -> Hook:
     if not (isinstance(found, Hook) or (isinstance(found, type) and issubclass(found, Hook))):
         raise ConfigError(f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(agentrl.Hook).")
     if isinstance(found, Hook):
-        return deepcopy(found)
+        return found if is_lent(path) else deepcopy(found)
     try:
         return found()
     except Exception as error:

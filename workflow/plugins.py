@@ -32,6 +32,10 @@ CODE_PREFIX = "agentrl_code_"
 """What modules are called that were written for what stood in a notebook or a script, with their content's hash behind it."""
 MOST_FILES = 1000
 """The files of a folder among which a misspelt module is looked for."""
+HERE = "agentrl_here"
+"""The module of what lives in one process alone: a function whose source cannot be taken along."""
+_lent: dict[str, Any] = {}
+"""Path -> the very object that it leads to in this process."""
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _import_lock = Lock()
 """Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
@@ -40,6 +44,22 @@ _import_lock = Lock()
 def code_folder(where: Settings) -> Path:
     """Where modules lie that were written for what stood in a notebook or a script."""
     return where.root / "code"
+
+
+def lend(path: str, value: Any) -> None:
+    """From now on the path leads to this very object, in this process."""
+    module = path.partition(":")[0]
+    if module == HERE:
+        sys.modules.setdefault(HERE, ModuleType(HERE))
+    else:
+        with suppress(ConfigError):
+            _user_object("lent", path)  # its source is that of the module which was written for it
+    _lent[path] = value
+
+
+def is_lent(path: str) -> bool:
+    """Whether the path leads to an object of this process that is to be used as it is, not copied."""
+    return path in _lent
 
 
 def names(kind: str) -> list[str]:
@@ -85,6 +105,8 @@ def source_of(module: str, anew: bool = False) -> str:
         OSError: its file is gone.
     """
     loaded = sys.modules[module]
+    if getattr(loaded, "__file__", None) is None and module in (HERE, "__main__"):
+        return ""  # a notebook
     if anew:
         return inspect.getsource(loaded)
     if loaded not in _sources:
@@ -113,7 +135,12 @@ def _own_object(kind: str, name: str) -> Any:
 
 
 def _user_object(kind: str, path: str) -> Any:
+    if path in _lent:
+        return _lent[path]
     module_name, _, attribute = path.partition(":")
+    if module_name == HERE:
+        said = f"{attribute!r} ({kind}) lived in a process that has ended, and its source could not be taken along."
+        raise ConfigError(said, "Go on with it in that process, or write it into a file, and train a run anew.")
     for place in (str(Path.cwd()), *([str(code_folder(settings()))] if path.startswith(CODE_PREFIX) else [])):
         if place not in sys.path:
             sys.path.append(place)  # last: a person's `workers` folder is not ours

@@ -16,9 +16,11 @@ from typing import Any
 
 from agentrl.api.captured import MAIN, Captured, Importable
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.plugins import CODE_PREFIX, code_folder
+from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
 from agentrl.workflow.settings import Settings
 
+_here: dict[str, Any] = {}
+"""What lives in this process alone, by its path."""
 FORBIDDEN = "Put it into a module on the workers' PYTHONPATH, and pass 'module:name'."
 
 
@@ -53,6 +55,24 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
     else:
         made.add_instance(name, value)
     return f"{_written(made.text, where)}:{name}"
+
+
+def path_here(value: Any, name: str, where: Settings) -> str:
+    """Where this process finds this very object, which is kept; other processes find its source there, if that can be had.
+
+    Args:
+        value, name, where: as in `path_of`.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        path = path_of(value, name, where, is_local=True)
+    except ConfigError:
+        path = next((known for known, kept in _here.items() if kept is value), f"{HERE}:{name}_{len(_here)}")
+        _here[path] = value
+    if path.startswith((CODE_PREFIX, HERE)):
+        lend(path, value)
+    return path
 
 
 def _found_again(value: Any) -> tuple[str, str] | None:

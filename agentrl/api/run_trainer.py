@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from agentrl.api.live import Live
     from agentrl.workflow.trajectory import Episode
 
-Strategy = Literal["processes", "cluster"]
+Strategy = Literal["threads", "processes", "cluster"]
 EVAL_EVERY = 10
 """How often a run measures itself on a val_dataset where nothing else is said."""
+STRATEGIES = ("threads", "processes", "cluster")
 GOES_ON = ("paused", "failed")
 PLAIN = "plain"
 """The env of rows that come with rewards of their own."""
@@ -47,8 +49,9 @@ class Trainer:
             rows then have the env "plain" where none is named, and what another gives counts only where it is named.
         hooks: `Hook` objects, classes or paths.
         store: where its rows are: a data folder, a SQLite file, a URL, a `Store`; None: where the commands' are.
-        strategy: "processes": workers of this machine, started where none run; "cluster": those of a broker
-            (AGENTRL_BROKER_URL), which are there already.
+        strategy: "processes": workers of this machine, started where none run; "threads": workers that are threads of this
+            process, for as long as `fit` waits: a debugger works, and functions are called as they are; "cluster": those of a
+            broker (AGENTRL_BROKER_URL), which are there already.
         n_runners: agents at once, in workers that are started here.
         config: a YAML file, beneath everything else.
         options: any key of the config, by its flag's name (`group_size=8`), as a section (`rollout={"group_size": 8}`) or as
@@ -73,12 +76,12 @@ class Trainer:
         config: str | Path | None = None,
         **options: Any,
     ) -> None:
-        if strategy not in ("processes", "cluster"):
+        if strategy not in STRATEGIES:
             raise ConfigError(
-                f"There is no strategy {strategy!r:.40}.", 'Pass "processes", or "cluster" for workers elsewhere.'
+                f"There is no strategy {strategy!r:.40}.", 'Pass "threads", "processes", or "cluster" for workers elsewhere.'
             )
         self._place = Place.of(store)
-        self._is_local = strategy == "processes"
+        self._is_local, self._is_threaded = strategy != "cluster", strategy == "threads"
         self._variables = self._strategy_variables(n_runners)
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
@@ -125,14 +128,26 @@ class Trainer:
         Raises:
             AgentRLError: what was asked cannot be trained, and why; or the run has ended otherwise than done.
         """
-        if self._attached is not None:
-            _refuse_new(agent, train_dataset, val_dataset, options)
-            name = self._go_on()
-        else:
-            agent, train_dataset = _told_apart(agent, train_dataset)
-            name = self._submit(self.config(agent, train_dataset, val_dataset, **options))
-        self.run = self._place.open().run(name)
-        return self._follow(self.run) if wait else self.run
+        if self._is_threaded and not wait:
+            said = "Threads of this process train for as long as fit waits."
+            raise ConfigError(said, 'Leave wait out, or pass strategy="processes".')
+        with self._workers():
+            if self._attached is not None:
+                _refuse_new(agent, train_dataset, val_dataset, options)
+                name = self._go_on()
+            else:
+                agent, train_dataset = _told_apart(agent, train_dataset)
+                name = self._submit(self.config(agent, train_dataset, val_dataset, **options))
+            self.run = self._place.open().run(name)
+            return self._follow(self.run) if wait else self.run
+
+    def _workers(self) -> "AbstractContextManager[None]":
+        """The workers, where they are threads of this process; else they are there, or are started by the command."""
+        if not self._is_threaded:
+            return nullcontext()
+        from agentrl.api.threaded_stack import at_work
+
+        return at_work(self._place, self._variables)
 
     def dev(self, agent: Any = None, train_dataset: Any = None, **options: Any) -> "list[Episode]":
         """Tries the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
@@ -195,6 +210,8 @@ class Trainer:
         return {} if value is None else {key: self._path(value, name)}
 
     def _path(self, value: Any, name: str) -> str:
+        if self._is_threaded:
+            return importable.path_here(value, name, self._place.settings)
         return importable.path_of(value, name, self._place.settings, self._is_local)
 
     def _dataset_keys(self, train: Any, val: Any) -> dict[str, Any]:
@@ -220,6 +237,10 @@ class Trainer:
         with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
             file = Path(folder) / "run.yaml"
             file.write_text(json.dumps(_nested(keys)), encoding="utf-8")  # which YAML reads
+            if self._is_threaded:
+                from agentrl.api.threaded_stack import submit_here
+
+                return submit_here(file)
             made = command_process.ask(self._place, "submit", "--config", str(file), "--json", environment=self._variables)
         return str(made["run"])
 
@@ -228,7 +249,11 @@ class Trainer:
         name, status = self.run.name, self.run.status
         if status == "cancelled":
             raise StateError(f"{name} was cancelled, and does not go on.", "Fork an episode of it, or train a run anew.")
-        if status in GOES_ON or status == "running":
+        if self._is_threaded and (status in GOES_ON or status == "running"):
+            from agentrl.api.threaded_stack import resume_here
+
+            resume_here(name)
+        elif status in GOES_ON or status == "running":
             command_process.ask(self._place, "resume", name, "--json", environment=self._variables)
         return name
 
@@ -240,15 +265,18 @@ class Trainer:
                 self._show(run, live)
         except KeyboardInterrupt:
             command_process.ask(self._place, "pause", run.name, "--json", quiet=True)
-            print(f"{run.name} is paused, nothing is lost. Go on: Trainer.attach({run.name!r}).fit()", file=sys.stderr)
+            print(f"{run.name} is paused, nothing is lost. Go on: {self._attaching(run)}", file=sys.stderr)
             raise
         row = run.row
         if row.status != "done":
             raise StateError(
                 f"{run.name} is {row.status}{f': {row.reason}' if row.reason else ''}.",
-                f"Once that is mended: Trainer.attach({run.name!r}).fit()",
+                f"Once that is mended: {self._attaching(run)}",
             )
         return run
+
+    def _attaching(self, run: Run) -> str:
+        return f"Trainer.attach({run.name!r}{', strategy=' + repr('threads') if self._is_threaded else ''}).fit()"
 
     def _show(self, run: Run, live: "Live") -> None:
         for line in command_process.follow(self._place, run.name):

@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from logging import getLogger
 
-from agentrl.workers.agents import agent_programs, processes
+from agentrl.workers.agents import agent_programs, called_agents, processes
 from agentrl.workers.agents.guardian import KILLED, Report
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY
 from agentrl.workers.stack.presence import find_endpoint_url
-from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, write_when_possible
+from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, threaded, write_when_possible
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow.agents import LLM, AgentTask, keys
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
@@ -115,6 +115,8 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
         training=work.training,
         resources={name: Prompt(text) for name, text in work.resources.items()},
     )
+    if threaded.is_set() and not asked.command and not asked.sandboxed:
+        return called_agents.run(asked, task, llm, emit_key, is_stopped)
     with agent_programs.placed(asked, task, llm, work.config, emit_key) as place:
         faultpoint("agent.started")
         return processes.run(place.order(asked, task), place.spec(asked), is_stopped)

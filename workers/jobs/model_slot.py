@@ -89,6 +89,13 @@ class Models:
                 self._users -= 1
                 self._changed.notify_all()
 
+    def close(self) -> None:
+        """Unloads the base, which no job uses."""
+        with self._changed:
+            if self._loaded is not None:
+                self._loaded.close()
+            self._loaded, self._key = None, ""
+
     def _enter(self, key: str, experiment: Experiment, base: str) -> LoadedModel:
         self._tickets += 1
         ticket = (self._tickets, key)

@@ -13,6 +13,7 @@ from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.plugins import is_lent
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
@@ -59,7 +60,7 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
         return
     if inspect.isclass(function):
         raise ConfigError(f"The agent {name!r} is a class without rollout(task, resources, llm).", SHAPE)
-    if getattr(function, "__name__", "") == "<lambda>":
+    if getattr(function, "__name__", "") == "<lambda>" and not is_lent(name):
         raise ConfigError(f"The agent {name!r} is a lambda, which has no name to be found by.", SHAPE)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"The agent {name!r} yields: nobody asks it for more.", SHAPE)

@@ -94,14 +94,14 @@ async def _run(database: Database, listening: socket.socket, url: str) -> None:
     where = settings()
     limits = Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
     app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
-    publishing = asyncio.create_task(_publish(database, url, where.lease_seconds))
+    publishing = asyncio.create_task(publish(database, url, where.lease_seconds))
     try:
         await serve(app, listening, make_server(app))
     finally:
         publishing.cancel()
 
 
-async def _publish(database: Database, url: str, lease: float) -> None:
+async def publish(database: Database, url: str, lease: float) -> None:
     """Keeps the URL in the rows."""
     while True:
         try:

@@ -7,6 +7,7 @@ each. A router admits these queues and `tools.<host>`, and refuses the rest.
 import os
 import re
 import socket
+import threading
 from logging import getLogger
 from typing import Any
 from uuid import uuid4
@@ -66,9 +67,9 @@ def row_id(value: object) -> int:
 
 def make_app(where: Settings) -> Celery:
     """Makes the app for these settings. Without any one of the options below, a tested fault breaks chords."""
-    broker = broker_url(where)
-    app = Celery("agentrl", broker=broker, backend="cache+memory://" if is_in_memory(where) else broker)
+    app = Celery("agentrl")
     app.conf.update(
+        **_broker_options(where),
         task_queues=[Queue(name, routing_key=name) for name in ALL_QUEUES],
         task_create_missing_queues=False,
         task_default_queue="rollout",
@@ -94,17 +95,6 @@ def make_app(where: Settings) -> Celery:
         redis_socket_connect_timeout=5.0,
         redis_retry_on_timeout=True,
         task_publish_retry_policy={"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
-        broker_transport_options={
-            "visibility_timeout": 6 * 3600,
-            "unacked_restore_interval": 5,
-            "unacked_restore_throttle": 1,
-            "socket_timeout": 10,
-            "socket_keepalive": not broker.startswith(SOCKET_SCHEME),
-            "health_check_interval": 25,
-            "global_keyprefix": "agentrl.",
-        }
-        if not is_in_memory(where)
-        else {"polling_interval": 0.01},
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         worker_soft_shutdown_timeout=30,
@@ -112,6 +102,30 @@ def make_app(where: Settings) -> Celery:
         worker_pool_start_method="spawn",
     )
     return app
+
+
+def _broker_options(where: Settings) -> dict[str, Any]:
+    broker = broker_url(where)
+    if is_in_memory(where):
+        options: dict[str, Any] = {"polling_interval": 0.01}
+        return {"broker_url": f"{broker}localhost", "result_backend": "cache+memory://", "broker_transport_options": options}
+    options = {
+        "visibility_timeout": 6 * 3600,
+        "unacked_restore_interval": 5,
+        "unacked_restore_throttle": 1,
+        "socket_timeout": 10,
+        "socket_keepalive": not broker.startswith(SOCKET_SCHEME),
+        "health_check_interval": 25,
+        "global_keyprefix": "agentrl.",
+    }
+    return {"broker_url": broker, "result_backend": broker, "broker_transport_options": options}
+
+
+def use_broker(where: Settings) -> None:
+    """Turns the app to the broker of these settings, while no worker of this process runs."""
+    app.conf.update(**_broker_options(where))
+    app._after_fork()  # its connections are those of the broker before
+    app._backend_cache, app._local = None, threading.local()
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:

@@ -22,10 +22,15 @@ class Heartbeat:
     _iterations: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _agents: dict[tuple[int, str], Callable[[], None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Starts the thread, as a daemon."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Renews nothing any more."""
+        self._over.set()
 
     def hold_group(self, fence: Fence, lost: Callable[[], None]) -> None:
         """Renews the group's lease from now on; calls `lost` once if another worker took it."""
@@ -58,8 +63,7 @@ class Heartbeat:
             self._agents.pop((agent, claim), None)
 
     def _run(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(self.lease_seconds / 3):
+        while not self._over.wait(self.lease_seconds / 3):
             try:
                 self._beat()
             except Exception:

@@ -35,6 +35,10 @@ shared = threading.Event()
 """Set if this process both rolls out and trains."""
 
 
+threaded = threading.Event()
+"""Set while all workers are threads of a person's own process, which calls function agents itself."""
+
+
 def worker_name() -> str:
     """host:pid of this process."""
     return f"{socket.gethostname()}:{os.getpid()}"
@@ -98,6 +102,20 @@ def write_when_possible(write: Callable[[], object]) -> None:
                 return
         else:
             return
+
+
+def forget() -> None:
+    """Ends what this process has one of: what is called next reads the settings again and opens their database."""
+    if heartbeat.made:
+        heartbeat().stop()
+    if database.made:
+        database().close()
+    heartbeat.forget()
+    database.forget()
+    _confirm_hashes.cache_clear()
+    for event in (stopping, shared, threaded):
+        event.clear()
+    settings.cache_clear()
 
 
 @Once

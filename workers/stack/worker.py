@@ -133,8 +133,12 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
     sys.exit(worker.exitcode or 0)
 
 
-def make_worker(roles: list[str], concurrency: int) -> "Worker":
-    """Makes a Celery worker for these queues, with threads, since one engine and one base serve all jobs."""
+def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
+    """Makes a Celery worker for these queues, with threads, since one engine and one base serve all jobs.
+
+    Args:
+        kind: `WorkController` for one that leaves the process's signals, output and logging alone.
+    """
     from kombu import Queue
 
     from agentrl.workers.stack.celery_app import app, own_queue
@@ -145,7 +149,7 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
     own = [own_queue()] if "tools" in roles else []
     for name in own:
         app.amqp.queues.add(Queue(name, routing_key=name))
-    return app.Worker(
+    return getattr(app, kind)(
         queues=[*roles, *own],
         pool="threads",
         concurrency=concurrency,
@@ -154,6 +158,7 @@ def make_worker(roles: list[str], concurrency: int) -> "Worker":
         without_mingle=True,
         without_gossip=True,
         quiet=True,
+        **more,
     )
 
 

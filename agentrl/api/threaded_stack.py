@@ -1,0 +1,213 @@
+"""The strategy "threads": the stack's workers as threads of this process, over an in-memory broker and the store's rows.
+
+They are the workers of `agentrl up`: the same jobs, queues and control loop, the same endpoint and commits. Functions are
+called as they are, and a debugger stops them. What the process has one of (settings, database, model) is the run's for as long
+as it trains, and is put back and unloaded afterwards.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from celery.worker import state
+
+from agentrl.api.place import Place
+from agentrl.workers.jobs.model_slot import models
+from agentrl.workers.requests import submission
+from agentrl.workers.serving.endpoint import make_server, publish, serve
+from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.places import Places
+from agentrl.workers.stack import control_loop, process, worker
+from agentrl.workers.stack.celery_app import use_broker
+from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import ConfigError, ServiceError, StateError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.models.lookup import check_base
+from agentrl.workflow.resolve import resolve
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import control_reads, endpoint_reads, planning
+
+IN_MEMORY = {"AGENTRL_BROKER_URL": "", "AGENTRL_REDIS_SERVER": "none"}
+READY_SECONDS = 60.0
+STOP_SECONDS = 60.0
+ELSEWHERE = 'Stop them (agentrl down), or pass strategy="processes".'
+_busy = threading.Lock()
+
+
+@contextmanager
+def at_work(place: Place, variables: Mapping[str, str]) -> Iterator[None]:
+    """Works on the runs of that place in threads of this process, until the end of the `with`.
+
+    Args:
+        variables: environment variables of the workers, beside the place's.
+
+    Raises:
+        StateError: this process does so already, or workers of another one have this store.
+    """
+    if not _busy.acquire(blocking=False):
+        raise StateError("A Trainer trains in threads of this process already.", 'Wait for it, or pass strategy="processes".')
+    with ExitStack() as stack:
+        stack.callback(_busy.release)
+        stack.enter_context(_environment({**place.variables, **IN_MEMORY, **variables}))
+        use_broker(settings())
+        stack.enter_context(_control())
+        stack.callback(models.close)
+        stack.enter_context(_endpoint())
+        stack.enter_context(_workers())
+        yield
+
+
+def submit_here(file: Path) -> str:
+    """The name of the run that a config file asks for, which is written, and which the threads find by its rows.
+
+    Raises:
+        AgentRLError: as `agentrl submit`.
+    """
+    asked, _ = resolve(file, {}, (), os.environ)
+    if asked.source.given:
+        raise ConfigError("Stored episodes are trained on by processes.", 'Pass strategy="processes".')
+    _refuse_overlap(asked)
+    db = process.database()
+    prepared = submission.prepare(db, asked)
+    for remark in prepared.remarks:
+        print(remark, file=sys.stderr)
+    return submission.submit(db, prepared).name
+
+
+def resume_here(name: str) -> None:
+    """Sets a run going again that is paused, failed or stranded.
+
+    Raises:
+        AgentRLError: it cannot go on, or something that it names lives in another process.
+    """
+    db = process.database()
+    row = control_reads.load_run_to_serve(db, name)
+    planning.check_resumable(row)
+    check_base(row["base"], row["base_hash"])
+    made = Experiment.load(row["config"], row["weights"])
+    _refuse_overlap(made.config)
+    for look in (lambda: made.env, lambda: made.agent, lambda: made.judges, lambda: load_hooks(made.config.hooks)):
+        look()
+    planning.resume(db, name)
+
+
+def _refuse_overlap(config: RunConfig) -> None:
+    if config.rollout.max_staleness:
+        raise process.no_overlap_error('Pass strategy="processes".')
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What this process has one of is that of these variables, and afterwards what it was."""
+    before = {name: os.environ.get(name) for name in variables}
+    interval = sys.getswitchinterval()
+    process.forget()
+    os.environ.update(variables)
+    sys.setswitchinterval(worker.SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        process.forget()
+
+
+@contextmanager
+def _control() -> Iterator[None]:
+    """Holds the lease of the control loop, so that no other one sends what is this process's.
+
+    Raises:
+        StateError: another process keeps it.
+    """
+    seconds = 3 * settings().tick_seconds + 2
+    deadline = time.monotonic() + seconds + 1
+    while not control_reads.take_service_lease(process.database(), "control", process.worker_name(), seconds):
+        if time.monotonic() > deadline:
+            raise StateError("Workers of another process are at work on this store.", ELSEWHERE)
+        time.sleep(0.2)
+    try:
+        yield
+    finally:
+        with suppress(ServiceError):
+            control_reads.take_service_lease(process.database(), "control", process.worker_name(), 0.0)
+
+
+@contextmanager
+def _workers() -> Iterator[None]:
+    process.shared.set()
+    process.threaded.set()
+    state.should_stop = None
+    started: list[threading.Thread] = []
+    both = worker.CONCURRENCY["rollout"] + worker.CONCURRENCY["train"]
+    try:
+        agents = settings().agents
+        for roles, threads in ((["tools"], worker.CONCURRENCY["tools"]), (["rollout", "train"], both), (["agents"], agents)):
+            started.append(_started(roles, threads))  # one after the other: each reads the list of queues as it begins
+        started.append(_thread("control", control_loop.run))
+        yield
+    finally:
+        process.stopping.set()
+        state.should_stop = os.EX_OK
+        deadline = time.monotonic() + STOP_SECONDS
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        state.should_stop = None
+
+
+def _started(roles: list[str], threads: int) -> threading.Thread:
+    """A worker that has begun to read its queues.
+
+    Raises:
+        ServiceError: it does not begin.
+    """
+    ready = threading.Event()
+    made = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
+    thread = _thread("-".join(roles), made.start)
+    if not ready.wait(READY_SECONDS):
+        raise ServiceError(f"The worker of {' and '.join(roles)} does not begin.")
+    return thread
+
+
+def _thread(name: str, work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def _endpoint() -> Iterator[None]:
+    """The endpoint that agents call, in a thread of its own, and its URL in the rows."""
+    where, db, listening = settings(), process.database(), bind(LOOPBACK, 0)
+    app = Endpoint(
+        Places(partial(endpoint_reads.find_places, db)),
+        Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds),
+    )
+    server, url = make_server(app), url_of(listening)
+
+    async def run() -> None:
+        publishing = asyncio.create_task(publish(db, url, where.lease_seconds))
+        try:
+            await serve(app, listening, server)
+        finally:
+            publishing.cancel()
+
+    control_reads.publish_service(db, endpoint_reads.ENDPOINT, url, where.lease_seconds)
+    thread = _thread("endpoint", lambda: asyncio.run(run()))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(STOP_SECONDS)
+        listening.close()
+        with suppress(ServiceError):
+            control_reads.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)

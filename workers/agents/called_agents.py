@@ -1,0 +1,57 @@
+"""Function agents that are called in this very process, each in a thread of its own, with what they capture.
+
+Nothing holds them: of an agent's limits its time alone is kept, and one that does not return then is left alone. They read
+their model from `llm`, not from the environment, of which the process has one.
+"""
+
+import asyncio
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import Any
+
+from agentrl.workers.agents.guardian import TAIL, WORDS, Report
+from agentrl.workflow import emitters
+from agentrl.workflow.agents import LLM, AgentTask, read_result
+from agentrl.workflow.agents.classes import as_function
+from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.plugins import find
+
+LOOK_SECONDS = 0.1
+
+
+def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
+    """Calls the agent, and waits for its end; None where it was left alone since `is_stopped`.
+
+    Raises:
+        ConfigError: its path leads to nothing.
+    """
+    found, told = find("agents", asked.name), Report()
+
+    def call() -> None:
+        try:
+            with emitters.sent(f"{llm.base_url}/annotations", emit_key):
+                value = as_function(found)(task, llm)
+                read = read_result(asyncio.run(_awaited(value)) if isawaitable(value) else value)
+            told.answer, told.rewards = read.answer, None if read.rewards is None else dict(read.rewards)
+        except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
+            told.error_class, told.error = type(error).__name__[:100], f"{type(error).__name__}: {error}"[:WORDS]
+            told.output = "".join(traceback.format_exception(error))[-TAIL:]
+
+    thread = threading.Thread(target=call, name=f"agent {task.key}"[:60], daemon=True)
+    thread.start()
+    deadline = time.monotonic() + asked.timeout_seconds
+    while thread.is_alive():
+        thread.join(LOOK_SECONDS)
+        if thread.is_alive() and is_stopped():
+            return None
+        if thread.is_alive() and time.monotonic() > deadline:
+            said = f"it ran for more than {asked.timeout_seconds:g} s (agent.timeout_seconds)"
+            return Report(error_class="timeout", error=said)
+    return told
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
