@@ -42,8 +42,10 @@ def nothing_left(home: Path) -> Iterator[None]:
     before, threads = dict(os.environ), set(threading.enumerate())
     yield
     assert {name for name in {*os.environ, *before} if before.get(name) != os.environ.get(name)} <= {"PYTEST_CURRENT_TEST"}
-    left = {thread.name for thread in threading.enumerate() if thread not in threads}
-    assert not {name for name in left if name.partition(" ")[0] in OURS}
+    left = [each for each in threading.enumerate() if each not in threads and each.name.partition(" ")[0] in OURS]
+    for thread in left:
+        thread.join(10)
+    assert not [thread.name for thread in left if thread.is_alive()]
     assert settings().root == home
     settings.cache_clear()
 
