@@ -15,7 +15,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code bench gpu-check gpu-wheels lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -72,6 +72,11 @@ learn-agent: env
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.
 learn-code: env
 	$(BIN)/python -m tests.learning.learn_code
+
+# Prompts learn by a critic that reads, and not by one that is blind: apo and gepa, five seeds each: some minutes, into
+# build/learn_prompts.json and .md.
+learn-prompts: env
+	$(BIN)/python -m tests.learning.learn_prompts
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench

@@ -10,7 +10,20 @@ from importlib import import_module
 from tests.benchmarks.cases import Cases, Unmeasured
 from tests.benchmarks.report import Comparison, Measured, compared, keep
 
-SUBJECTS = ("decode", "tools", "update", "memory", "iteration", "overhead", "queue", "workers", "growth", "sandbox", "endpoint")
+SUBJECTS = (
+    "decode",
+    "tools",
+    "update",
+    "memory",
+    "iteration",
+    "overhead",
+    "queue",
+    "workers",
+    "growth",
+    "sandbox",
+    "endpoint",
+    "fit",
+)
 
 
 def main(wanted: list[str]) -> None:
