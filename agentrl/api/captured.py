@@ -65,7 +65,8 @@ class Captured:
         else:
             kind = type(value).__name__
             said = f"{who!r} uses {name!r}, {_article(kind)} {kind} of this process, which no other process has."
-            raise ConfigError(said, f"Make it inside of {who!r}, or write both into a file.")
+            guard = "with `if __name__ == '__main__':` before what it does"
+            raise ConfigError(said, f"Make it inside of {who!r}, or write both into a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
         """Takes an object along: its class, and what it holds, if that is constants.
@@ -131,6 +132,26 @@ class Captured:
         if name in self._asked:
             raise ConfigError(f"{alias!r} and another {name!r} cannot stand in one module.", "Give them different names.")
         self._asked.add(name)
+
+
+def guarded_script(value: Any) -> str | None:
+    """This process's whole script, where the value stands in it and what it does stands behind `if __name__ == "__main__"`.
+
+    So it can be imported, and makes again whatever lives beside the value: clients, graphs, tools.
+    """
+    main = sys.modules[MAIN]
+    file, name = getattr(main, "__file__", None), getattr(value, "__qualname__", "")
+    if not file or getattr(value, "__module__", "") != MAIN or getattr(main, name, None) is not value:
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        return text if any(_is_guard(node) for node in ast.parse(text).body) else None
+    except (OSError, ValueError, SyntaxError):
+        return None
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 class Importable:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.api.captured import MAIN, Captured, Importable
+from agentrl.api.captured import MAIN, Captured, Importable, guarded_script
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
 from agentrl.workflow.settings import Settings
@@ -49,12 +49,18 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
     if not is_local:
         raise ConfigError(f"Workers on other machines do not find {_called(value)!r}, which was written here.", FORBIDDEN)
     made = Captured(importable)
-    if inspect.isfunction(value) or inspect.isclass(value):
-        name = value.__name__
-        made.add(name, value)
-    else:
+    if not inspect.isfunction(value) and not inspect.isclass(value):
         made.add_instance(name, value)
-    return f"{_written(made.text, where)}:{name}"
+        return f"{_written(made.text, where)}:{name}"
+    try:
+        made.add(value.__name__, value)
+        text = made.text
+    except ConfigError:
+        whole = guarded_script(value)
+        if whole is None:
+            raise
+        text = whole
+    return f"{_written(text, where)}:{value.__name__}"
 
 
 def path_here(value: Any, name: str, where: Settings) -> str:

@@ -16,7 +16,7 @@ import pytest
 from agentrl.api.captured import Captured, Importable, literal
 from agentrl.api.importable import path_of
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.plugins import find
+from agentrl.workflow.plugins import code_folder, find
 from agentrl.workflow.settings import settings
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +209,41 @@ def test_what_can_be_imported_is_named_and_what_cannot_is_written_by_its_content
     assert find("agents", first)(4) is True
     with pytest.raises(ConfigError, match="Workers on other machines do not find 'even'"):
         path_of(cell.even, "x", where, False)
+
+
+SCRIPT = """
+import functools
+
+class Tool:
+    def __init__(self, function):
+        self.function = function
+
+@Tool
+def calculator(text):
+    return text
+
+def solve(task, llm):
+    return calculator.function("42")
+"""
+GUARD = "\n\nif __name__ == '__main__':\n    raise SystemExit(solve(None, None))\n"
+
+
+def test_a_script_whose_function_uses_what_lives_in_it_is_taken_along_whole(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, whole in ((SCRIPT + GUARD, True), (SCRIPT, False)):
+        file = tmp_path / "script.py"
+        file.write_text(text)
+        main: Any = types.ModuleType("__main__")
+        main.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(compile(SCRIPT, str(file), "exec"), vars(main))
+        linecache.checkcache(str(file))
+        if not whole:
+            with pytest.raises(ConfigError, match="uses 'calculator', a Tool of this process"):
+                path_of(main.solve, "solve", settings(), is_local=True)
+            continue
+        path = path_of(main.solve, "solve", settings(), is_local=True)
+        (written,) = code_folder(settings()).glob("*.py")
+        assert written.read_text() == text
+        assert find("agents", path)(None, None) == "42"
