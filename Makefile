@@ -103,6 +103,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for file in examples/*/*.py; do $(BIN)/mypy --strict $$file || exit 1; done
 	$(BIN)/lint-imports
 
 format: env

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.hooks import Hook, LoggingHook
     from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
+    from agentrl.workflow.resources import Prompt
     from agentrl.workflow.tools import Tool
     from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task
 
@@ -63,6 +64,7 @@ __all__ = [
     "LoggingHook",
     "Message",
     "OpenPolicy",
+    "Prompt",
     "Rollout",
     "RolloutWorker",
     "Rows",
@@ -104,6 +106,7 @@ _PLACES = {
     "agentrl.workflow.hooks": ("Hook", "LoggingHook"),
     "agentrl.workflow.inference.open_policy": ("OpenPolicy", "open_policy"),
     "agentrl.workflow.tools": ("Tool",),
+    "agentrl.workflow.resources": ("Prompt",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task"),
 }
 """Where what is public is made."""

@@ -6,6 +6,7 @@
 import ast
 import json
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
@@ -13,9 +14,13 @@ from openai import AsyncOpenAI, OpenAI
 TURNS = 4
 LONGEST = 200
 """Characters of an expression."""
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 
-CALCULATOR: dict[str, Any] = {
+CALCULATOR: Any = {
     "type": "function",
     "function": {
         "name": "calculator",
