@@ -292,9 +292,10 @@ def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -
 def _describe_update(made: Any) -> dict[str, Any]:
     """The parts of an update that differ from the ordinary; of a search what it works on."""
     from agentrl.workflow.algorithms import searches
+    from agentrl.workflow.plugins import find
 
     config = made.config
-    if searches(made.algorithm):
+    if searches(find("algorithms", config.algorithm.name)):
         return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
     warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}

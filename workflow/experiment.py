@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from agentrl.workflow.algorithms import Algorithm
+from agentrl.workflow.algorithms import Algorithm, find_gradient
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, offered_tools, scoring_hash
@@ -89,8 +89,7 @@ class Experiment:
     @cached_property
     def algorithm(self) -> Algorithm:
         """The algorithm: credit of the tokens, and loss."""
-        found: Algorithm = find("algorithms", self.config.algorithm.name)
-        return found
+        return find_gradient(self.config.algorithm.name)
 
     @cached_property
     def trainer(self) -> TrainerBackend:

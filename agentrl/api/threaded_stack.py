@@ -7,6 +7,7 @@ as it trains, and is put back and unloaded afterwards.
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 import time
@@ -148,7 +149,7 @@ def _workers() -> Iterator[None]:
     process.threaded.set()
     state.should_stop = None
     started: list[threading.Thread] = []
-    both = worker.CONCURRENCY["rollout"] + worker.CONCURRENCY["train"]
+    both, timeout = worker.CONCURRENCY["rollout"] + worker.CONCURRENCY["train"], socket.getdefaulttimeout()
     try:
         agents = settings().agents
         for roles, threads in ((["tools"], worker.CONCURRENCY["tools"]), (["rollout", "train"], both), (["agents"], agents)):
@@ -162,6 +163,7 @@ def _workers() -> Iterator[None]:
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         state.should_stop = None
+        socket.setdefaulttimeout(timeout)  # workers that stop at the same time leave behind what each sets for its own end
 
 
 def _started(roles: list[str], threads: int) -> threading.Thread:

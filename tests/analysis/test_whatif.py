@@ -277,6 +277,7 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
     [
         (("nobody", "--algorithm", "rloo"), 5, "There is no run 'nobody'."),
         (("plain", "--algorithm", "rlo"), 2, "No algorithm is called 'rlo'."),
+        (("plain", "--algorithm", "rloo,apo"), 2, "The algorithm 'apo' changes texts and no weights."),
         (("plain", "--algorithm", "rloo", "--iteration", 4), 5, "has 3 iterations, counted from 1, and no iteration 4."),
         (("plain", "--algorithm", "rloo", "--iteration", 0), 2, "greater than or equal to 1"),
         (("waiting", "--algorithm", "rloo"), 6, "No iteration of 'waiting' is trained yet."),

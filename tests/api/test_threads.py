@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -38,9 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left(home: Path) -> Iterator[None]:
-    """Neither a variable stays, nor a thread of ours; the settings are those of before."""
+    """Neither a variable stays, nor a thread of ours; the settings and the sockets' default are those of before."""
     before, threads = dict(os.environ), set(threading.enumerate())
+    assert socket.getdefaulttimeout() is None
     yield
+    assert socket.getdefaulttimeout() is None
     assert {name for name in {*os.environ, *before} if before.get(name) != os.environ.get(name)} <= {"PYTEST_CURRENT_TEST"}
     left = [each for each in threading.enumerate() if each not in threads and each.name.partition(" ")[0] in OURS]
     for thread in left:

@@ -916,8 +916,8 @@ def test_a_flat_curve_is_one_line() -> None:
 
 def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
     rewards, worst = [0.5, -3.4e38], -3.4028234663852886e38
-    row = {"run": "r", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2, "epochs": 1,
-           "episodes_done": 2, "best_version": 1, "best_reward": worst}  # fmt: skip
+    row = {"run": "r", "kind": "train", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2,
+           "epochs": 1, "episodes_done": 2, "best_version": 1, "best_reward": worst}  # fmt: skip
     empty: defaultdict[str, Any] = defaultdict(lambda: None, tokens=0, epoch=1)
     scored: defaultdict[str, Any] = defaultdict(lambda: None, status="done", policy_version=1, low=worst, high=0.5)
     iterations = [empty | {"iteration": number, "mean_reward": reward} for number, reward in enumerate(rewards, 1)]

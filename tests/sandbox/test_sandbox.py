@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,23 @@ def test_a_sessions_names_last_and_its_last_line_is_printed(session: Session) ->
     assert session.run("print(x)\nmath.floor(2.5)").output == "[1, 2]\n2\n"
     assert session.run("open('/tmp/kept', 'w').write('k')\nNone").output == ""
     assert session.run("open('/tmp/kept').read()").output == "'k'\n"
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Every new socket has a timeout, as Celery has it for a moment where a worker ends."""
+    socket.setdefaulttimeout(0.01)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+def test_a_session_waits_although_the_process_gives_its_sockets_a_timeout(impatient: None, session: Session) -> None:
+    time.sleep(0.1)
+    assert session.run("import time; time.sleep(0.1)\n1").output == "1\n"
+
+
+def test_a_program_runs_although_the_process_gives_its_sockets_a_timeout(impatient: None, sandbox: Boxed) -> None:
+    assert sandbox.run("import time; time.sleep(0.1); print(1)").output == "1\n"
 
 
 def test_what_cannot_be_compiled_shows_none_of_our_lines(session: Session) -> None:

@@ -17,6 +17,7 @@ from agentrl.workers.agents import domain
 from agentrl.workers.agents.guardian import Order, Report, receive, send
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.plugins import code_folder
+from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.settings import settings
 
 START_SECONDS = 120.0
@@ -53,7 +54,7 @@ class AgentServer:
     _stamps: Mapping[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = socket_pair()
         command = [sys.executable, "-P", "-m", "agentrl.workers.agents.server"]
         paths = [*sys.path, str(code_folder(settings()))]  # its environment names no data folder
         command += [str(theirs.fileno()), self.spec, json.dumps(paths)]
@@ -96,7 +97,7 @@ class AgentServer:
 
     def begin(self) -> socket.socket:
         """A new guardian's socket."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
         return ours

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, settle_run
+from agentrl.workflow.algorithms import Algorithm, find_gradient, settle_run
 from agentrl.workflow.config import ALGORITHM_OPTIONS, RunConfig, build
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.plugins import find
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.update_inputs import UpdateInputs, load_update_inputs
@@ -58,7 +57,7 @@ def prepare_whatif(
         NotFoundError, StateError, CheckpointError: as in `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
-    found: list[Algorithm] = [find("algorithms", name) for name in names]
+    found = [find_gradient(name) for name in names]
     asked = parse_assignments(assignments)
     past = load_update_inputs(db, run, iteration)
     config = Experiment.load(past.run["config"]).config

@@ -78,6 +78,18 @@ class Search:
     needs: str = ""
 
 
+def find_gradient(name: str) -> Algorithm:
+    """The algorithm of a name, which trains.
+
+    Raises:
+        ConfigError: there is none of that name, or it is a search.
+    """
+    found = find("algorithms", name)
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"The algorithm {name!r} changes texts and no weights.", "Name one that trains, such as grpo.")
+    return found
+
+
 def searches(found: Any) -> bool:
     """Whether what an algorithm's name leads to is a search."""
     return isinstance(found, Search) or (not isinstance(found, Algorithm) and callable(getattr(found, "run", None)))
@@ -152,7 +164,7 @@ def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
     Raises:
         ConfigError: there is no such algorithm, or it does not read an option that was set.
     """
-    algorithm: Algorithm = find("algorithms", config.name)
+    algorithm = find_gradient(config.name)
     own = algorithm.options_in(config.convention)
     given = {name: getattr(config, name) for name in ALGORITHM_OPTIONS if getattr(config, name) is not None}
     for name in given:
@@ -178,7 +190,7 @@ def settle_run(config: RunConfig) -> RunConfig:
         ConfigError: as `settle_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
             one for an algorithm that compares within groups.
     """
-    algorithm: Algorithm = find("algorithms", config.algorithm.name)
+    algorithm = find_gradient(config.algorithm.name)
     if config.search != SearchConfig():
         raise ConfigError(f"search.* does nothing with {algorithm.name}.", "It is for apo, gepa and their kin.")
     options = settle_options(config.algorithm)
@@ -200,7 +212,7 @@ def credits_alike(options: AlgorithmConfig, advantages: Mapping[int, float], rec
     a KL in the reward, only the sets of episodes are compared: other machines round logprobs and values differently (1e-7 to
     1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies that by up to 1e4.
     """
-    algorithm: Algorithm = find("algorithms", options.name)
+    algorithm = find_gradient(options.name)
     if advantages.keys() != recorded.keys():
         return False
     of_the_model = algorithm.critic or options.kl_in == "reward"

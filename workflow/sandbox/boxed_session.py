@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 from agentrl.workflow.errors import InfraError
+from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, freeze, spawn
 from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
@@ -26,7 +27,7 @@ class BoxedLine:
     """
 
     def __init__(self, launch: Launch, limits: Limits, reads: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, theirs = socket_pair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._printed, output = os.pipe()
         os.set_blocking(self._printed, False)

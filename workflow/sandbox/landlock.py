@@ -34,6 +34,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from agentrl.workflow.errors import SandboxUnavailable
+from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, cgroups, keeper, payload, seccomp, spawn, uid_pool
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.cgroups import Cgroup, Events
@@ -266,7 +267,7 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         folder = make_folder(seat)
         undone.callback(keeper.remove, folder)  # in case the keeper could not
-        (hold, control), (said, report) = socket.socketpair(), os.pipe()
+        (hold, control), (said, report) = socket_pair(), os.pipe()
         undone.callback(os.close, said)
         source = spawn.memory_file(payload.sources(*inside.scripts))
         passed_on.enter_context(control)

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, Result, spawn
 from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
 from agentrl.workflow.sandbox.launch import Inside, Launch
@@ -79,7 +80,7 @@ class Zygote:
 
     def __init__(self, launch: Launch, limits: Limits) -> None:
         self._kind = launch.kind
-        self._line, theirs = socket.socketpair()
+        self._line, theirs = socket_pair()
         log = spawn.memory_file(b"")
         try:
             with open(os.devnull, "rb") as nothing, theirs:

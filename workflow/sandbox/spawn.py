@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.workflow.errors import InfraError
+from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, bwrap, cgroups, keeper, payload, proc, seccomp, uid_pool
 from agentrl.workflow.sandbox.cgroups import Cgroup
 from agentrl.workflow.sandbox.launch import Inside, Launch
@@ -142,7 +143,7 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         options = memory_file(bwrap.options(shown, limits.tmp_bytes, info, waits, filter_file, inside.session))
         for file in (heard, waits, go, source, rules, options):
             files.callback(os.close, file)
-        orders, theirs = socket.socketpair() if inside.session else (None, None)
+        orders, theirs = socket_pair() if inside.session else (None, None)
         if orders and theirs:
             undone.callback(orders.close)
             files.callback(theirs.close)

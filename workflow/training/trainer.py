@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.workflow.algorithms import Algorithm, settle_options
+from agentrl.workflow.algorithms import find_gradient, settle_options
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models import exported_files
@@ -26,7 +26,6 @@ from agentrl.workflow.models.critic import FILE, critic_parameters, load_critic,
 from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.plugins import find
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.losses import Normaliser
 from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state
@@ -64,7 +63,7 @@ class Trainer:
         self._policy = policy
         self._config = config
         self._iterations = iterations
-        self._algorithm: Algorithm = find("algorithms", config.algorithm.name)
+        self._algorithm = find_gradient(config.algorithm.name)
         self._options = settle_options(config.algorithm)
         self._scorer = RowScorer(policy, config)
         self._preparation = UpdatePreparation(policy, config, self._scorer)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, settle_options
+from agentrl.workflow.algorithms import Algorithm, find_gradient, settle_options
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find, names
@@ -136,14 +136,9 @@ def _episode_refusals(config: RunConfig) -> Iterator[str]:
         yield "rollout.group_size=1, where TRL compares the episodes of a group"
 
 
-def _algorithm(options: AlgorithmConfig) -> Algorithm:
-    found: Algorithm = find("algorithms", options.name)
-    return found
-
-
 def _is_sequence_level(options: AlgorithmConfig) -> bool:
     """Whether the loss has one ratio for a whole row."""
-    return _algorithm(options).surrogate_of(options).endswith(":clipped_sequence_mean")
+    return find_gradient(options.name).surrogate_of(options).endswith(":clipped_sequence_mean")
 
 
 def _losses(algorithm: Algorithm, options: AlgorithmConfig) -> Mapping[str, str]:
@@ -154,13 +149,14 @@ def _losses(algorithm: Algorithm, options: AlgorithmConfig) -> Mapping[str, str]
 
 
 def _loss_type(options: AlgorithmConfig) -> str | None:
-    return _losses(_algorithm(options), options).get(options.aggregation or "")
+    return _losses(find_gradient(options.name), options).get(options.aggregation or "")
 
 
 def _no_loss(options: AlgorithmConfig) -> str:
-    algorithm = _algorithm(options)
+    algorithm = find_gradient(options.name)
     there = _losses(algorithm, options)
     if there:
         return f"algorithm.aggregation={options.aggregation} of {algorithm.name}, where TRL has {', '.join(there)}"
-    known = [name for name in names("algorithms") if _losses(find("algorithms", name), options)]
+    found = {name: find("algorithms", name) for name in names("algorithms")}
+    known = [name for name, each in found.items() if isinstance(each, Algorithm) and _losses(each, options)]
     return f"the algorithm {algorithm.name}, where TRL's GRPOTrainer has {', '.join(known)}"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from agentrl.workflow.algorithms import Algorithm, settle_options
+from agentrl.workflow.algorithms import find_gradient, settle_options
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.logprobs import Scores
 from agentrl.workflow.plugins import find
@@ -26,7 +26,7 @@ class UpdateLoss:
     """The loss of a run's updates: a surrogate, and if the run asks for them, a KL, an entropy bonus and a critic's error."""
 
     def __init__(self, config: RunConfig) -> None:
-        algorithm: Algorithm = find("algorithms", config.algorithm.name)
+        algorithm = find_gradient(config.algorithm.name)
         self._config = config
         self._options = settle_options(config.algorithm)
         self._surrogate: Surrogate = find("surrogates", algorithm.surrogate_of(config.algorithm))
