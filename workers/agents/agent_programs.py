@@ -96,7 +96,13 @@ def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, A
 
 def _model(llm: LLM, emit_key: str) -> dict[str, str]:
     known = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
-    return known | ({EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key} if emit_key else {})
+    if not emit_key:
+        return known
+    known |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
+    return known | {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.base_url}/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"x-api-key={emit_key}",
+    }
 
 
 def _told(folder: str) -> dict[str, str]:

@@ -78,6 +78,11 @@ def encoded_body() -> ApiError:
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
+def wrong_type(known: str) -> ApiError:
+    """A body of another content type."""
+    return ApiError(415, f"The body's Content-Type is {known}.", "unsupported_media_type")
+
+
 def too_large(most: int) -> ApiError:
     """A body over the limit."""
     return ApiError(413, f"The body has more than {most} bytes.", "request_too_large")

@@ -2,7 +2,7 @@
 
 `POST /v1/chat/completions` and `GET /v1/models` take the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`, or
 in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations, which the other one does
-not stand for. `GET /health` takes none.
+not stand for, and so does `POST /v1/traces`, for exporters of OpenTelemetry. `GET /health` takes none.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,6 +26,7 @@ from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.spans import otlp, span_annotations
 from agentrl.workflow.store.endpoint_reads import Place
 
 log = getLogger("agentrl.endpoint")
@@ -45,8 +46,8 @@ OPEN_PER_ATTEMPT = 64
 MOST_KEY_CHARS = 256
 QUIET_SECONDS = 10.0
 CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
-ANNOTATIONS = "/v1/annotations"
-ROUTES = {CHAT: "POST", ANNOTATIONS: "POST", MODELS: "GET", HEALTH: "GET"}
+ANNOTATIONS, TRACES = "/v1/annotations", "/v1/traces"
+ROUTES = {CHAT: "POST", ANNOTATIONS: "POST", TRACES: "POST", MODELS: "GET", HEALTH: "GET"}
 _IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
 _JSON = (b"content-type", b"application/json")
 
@@ -148,6 +149,7 @@ class Endpoint:
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -180,6 +182,9 @@ class Endpoint:
             return
         headers = _first_of_each(scope["headers"])
         shown = key or _key_in_headers(headers)
+        if path == TRACES:
+            await self._trace(shown, headers, exchange)
+            return
         if path in (CHAT, ANNOTATIONS):
             async with door.enter(shown, headers, path) as key:
                 await self._call(path, key, headers, exchange)
@@ -192,6 +197,54 @@ class Endpoint:
             else:
                 answer = await door.answer(path, shown, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
+
+    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+        """Takes an export of OpenTelemetry's traces: its spans become annotations of the key's episode."""
+        kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
+        try:
+            async with self._door.enter(shown, headers, ANNOTATIONS) as key:
+                rejected, why = await self._take_spans(key, kind, headers, exchange)
+        except ApiError as error:
+            await exchange.answer(
+                error.status, span_annotations.refusal(kind, error.status, error.message), error.headers, kind
+            )
+            return
+        await exchange.answer(200, span_annotations.answer(kind, rejected, why), kind=kind)
+
+    async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> tuple[int, str]:
+        """How many spans were not kept, and why the first of them was not."""
+        if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
+            raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
+        samples = sampling_key(key)
+        with self._slot(key_hash(samples)):
+            place = require_open(await find_place(self.places, samples))
+            encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+            async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
+                read = partial(span_annotations.read_export, body, kind, encoding, str(place.episode))
+                try:
+                    found = await asyncio.to_thread(read)
+                except otlp.OtlpError as error:
+                    raise ApiError(400, f"These are no traces: {error}.", "invalid_traces") from None
+            for part in found.parts:
+                status, told = await self._annotate(key, part, headers)
+                if status != 200:
+                    raise ApiError(status, f"The spans were not kept: {told[:300].decode('utf-8', 'replace')}", "not_kept")
+        return found.rejected, found.why
+
+    async def _annotate(self, key: str, part: Sequence[Mapping[str, Any]], headers: dict[bytes, bytes]) -> tuple[int, bytes]:
+        """The worker's answer to annotations."""
+        told, answered = bytearray(), [500]
+
+        async def begin(status: int, headers: Headers) -> None:
+            answered[0] = status
+
+        async def write(piece: bytes, more: bool) -> None:
+            told.extend(piece)
+
+        body, limits = api_errors.as_json({"annotations": part}), self.limits
+        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), body)
+        await Forward(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
+        return answered[0], bytes(told)
 
     @cached_property
     def _door(self) -> Door:
@@ -212,6 +265,22 @@ class Endpoint:
     ) -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise api_errors.encoded_body()
+        async with self._body(headers, exchange) as body:
+            faultpoint("endpoint.in")
+            call = Call(attempt, path, forwarded, body)
+            limits = self.limits
+            forward = Forward(
+                call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds
+            )
+            await exchange.unless_gone(forward.run())
+
+    @asynccontextmanager
+    async def _body(self, headers: Mapping[bytes, bytes], exchange: "_Exchange") -> AsyncIterator[bytes]:
+        """The body, which counts among those of all open calls until the end of the `with`.
+
+        Raises:
+            ApiError: it is too large, or all of them together are.
+        """
         taken = 0
 
         def take(size: int) -> None:
@@ -222,14 +291,7 @@ class Endpoint:
             taken += size
 
         try:
-            body = await exchange.body(headers.get(b"content-length", b""), self.limits, take)
-            faultpoint("endpoint.in")
-            call = Call(attempt, path, forwarded, body)
-            limits = self.limits
-            forward = Forward(
-                call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds
-            )
-            await exchange.unless_gone(forward.run())
+            yield await exchange.body(headers.get(b"content-length", b""), self.limits, take)
         finally:
             self._held_bytes -= taken
 
@@ -274,10 +336,11 @@ class _Exchange:
         """Sends bytes, once the client has taken most of those before."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        """Sends a whole answer, after what is left of the request was read."""
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
+        """Sends a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
         await self._drain()
-        await self.begin(status, [_JSON, (b"content-length", str(len(body)).encode()), *(headers or [])])
+        told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
+        await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
         await self.write(body, False)
 
     async def refuse(self, error: ApiError) -> None:

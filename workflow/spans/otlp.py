@@ -1,0 +1,317 @@
+"""Decodes what an exporter of OTLP/HTTP posts: protobuf or JSON, compressed or not, within bounds.
+
+The reader of protobuf knows the few fields that a span has (opentelemetry-proto 1.x) and passes over all others, as the format
+asks. It is written here since no message of a stranger is to reach a parser that believes what lengths it says.
+"""
+
+import base64
+import binascii
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentrl.workflow.spans import Event, Span
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+MOST_BYTES = 16 * 2**20
+"""Of a decompressed body."""
+MOST_SPANS = 2000
+MOST_ATTRIBUTES = 512
+MOST_EVENTS = 128
+MOST_DEPTH = 24
+MOST_VALUES = 200_000
+"""Values in all attributes of an export."""
+MOST_FIELDS = 500_000
+"""Fields of protobuf in an export: some seven for each attribute."""
+Fields = list[tuple[int, int, Any]]
+
+
+class OtlpError(ValueError):
+    """What came is no export of traces; its text says why."""
+
+
+def decode(body: bytes, content_type: str, encoding: str = "") -> list[Span]:
+    """The spans of a body.
+
+    Raises:
+        OtlpError: it is none.
+    """
+    data = _inflated(body, encoding)
+    kind = content_type.partition(";")[0].strip().lower()
+    try:
+        return list(_from_json(data) if kind == JSON else _from_protobuf(data))
+    except (KeyError, TypeError, AttributeError, IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
+        raise OtlpError(f"it does not have the shape of an export of traces ({type(error).__name__})") from None
+
+
+def _inflated(body: bytes, encoding: str) -> bytes:
+    if encoding not in ("", "identity", "gzip", "deflate"):
+        raise OtlpError(f"it is encoded as {encoding[:40]!r}, and gzip is known here")
+    if encoding in ("", "identity"):
+        return body
+    try:
+        inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, as its head says
+        data = inflate.decompress(body, MOST_BYTES + 1)
+    except zlib.error:
+        raise OtlpError("it is not compressed as it says") from None
+    if len(data) > MOST_BYTES or inflate.unconsumed_tail:
+        raise OtlpError(f"it has more than {MOST_BYTES} bytes when it is decompressed")
+    if not inflate.eof:
+        raise OtlpError("it ends in the middle of what is compressed")
+    return data
+
+
+# protobuf
+
+
+def _from_protobuf(data: bytes) -> Iterator[Span]:
+    budget = _Budget()
+    for of_resource in _all(_fields(data, budget), 1):
+        parts = _fields(of_resource, budget)
+        resource = _attributes(_fields(_last(parts, 1, b""), budget), 1, budget)
+        for scope in _all(parts, 2):
+            for found in _all(_fields(scope, budget), 2):
+                budget.spend_span()
+                yield _span(_fields(found, budget), resource, budget)
+
+
+def _span(parts: Fields, resource: Mapping[str, Any], budget: "_Budget") -> Span:
+    events = [_fields(each, budget) for each in _events(_all(parts, 11))]
+    status = _fields(_last(parts, 15, b""), budget)
+    return Span(
+        trace_id=_id(bytes(_last(parts, 1, b"")).hex(), 32),
+        span_id=_id(bytes(_last(parts, 2, b"")).hex(), 16),
+        parent_id=_id(bytes(_last(parts, 4, b"")).hex(), 16, empty=True),
+        name=_text(_last(parts, 5, b"")),
+        start=_whole(_last(parts, 7, 0)),
+        end=_whole(_last(parts, 8, 0)),
+        attributes=_attributes(parts, 9, budget),
+        resource=resource,
+        events=tuple(Event(_text(_last(each, 2, b"")), _attributes(each, 3, budget)) for each in events),
+        error=_text(_last(status, 2, b"")) if _last(status, 3, 0) == 2 else None,
+    )
+
+
+def _attributes(parts: Fields, number: int, budget: "_Budget") -> dict[str, Any]:
+    return _named(_pairs(_all(parts, number), budget, MOST_DEPTH))
+
+
+def _pairs(pairs: list[Any], budget: "_Budget", depth: int) -> Iterator[tuple[str, Any]]:
+    for pair in pairs:
+        parts = _fields(pair, budget)
+        yield _text(_last(parts, 1, b"")), _value(_fields(_last(parts, 2, b""), budget), budget, depth)
+
+
+def _value(parts: Fields, budget: "_Budget", depth: int) -> Any:
+    budget.spend_value(depth)
+    if not parts:
+        return None
+    number, _, value = parts[-1]
+    match number:
+        case 1:
+            return _text(value)
+        case 2:
+            return bool(value)
+        case 3:
+            return value - 2**64 if value >= 2**63 else value
+        case 4:
+            return _finite(struct.unpack("<d", struct.pack("<Q", value))[0])
+        case 5:
+            return [_value(_fields(each, budget), budget, depth - 1) for each in _all(_fields(value, budget), 1)]
+        case 6:
+            return dict(_pairs(_all(_fields(value, budget), 1), budget, depth - 1))
+        case 7:
+            return base64.b64encode(value).decode()
+    return None
+
+
+def _fields(data: Any, budget: "_Budget") -> Fields:
+    """(number, wire type, value) of a message's fields: a number, or bytes."""
+    if not isinstance(data, bytes):
+        raise OtlpError("a message stands where a number does")
+    found: Fields = []
+    place = 0
+    while place < len(data):
+        budget.spend_field()
+        key, place = _varint(data, place)
+        number, wire = key >> 3, key & 7
+        value: Any
+        if wire == 0:
+            value, place = _varint(data, place)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+            value, place = int.from_bytes(_cut(data, place, size), "little"), place + size
+        elif wire == 2:
+            size, place = _varint(data, place)
+            value, place = _cut(data, place, size), place + size
+        else:
+            raise OtlpError("it is no protobuf")
+        found.append((number, wire, value))
+    return found
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = _cut(data, place, 1)[0]
+        place += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value & (2**64 - 1), place
+    raise OtlpError("it is no protobuf")
+
+
+def _cut(data: bytes, place: int, size: int) -> bytes:
+    if place + size > len(data):
+        raise OtlpError("it ends in the middle")
+    return data[place : place + size]
+
+
+def _all(parts: Fields, number: int) -> list[Any]:
+    return [value for found, _, value in parts if found == number]
+
+
+def _last(parts: Fields, number: int, default: Any) -> Any:
+    found = _all(parts, number)
+    return found[-1] if found else default
+
+
+# JSON
+
+
+def _from_json(data: bytes) -> Iterator[Span]:
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        raise OtlpError("it is no JSON") from None
+    budget = _Budget()
+    for of_resource in _list(tree, "resourceSpans"):
+        resource = _json_attributes(of_resource.get("resource") or {}, budget)
+        for scope in _list(of_resource, "scopeSpans"):
+            for found in _list(scope, "spans"):
+                budget.spend_span()
+                yield _json_span(found, resource, budget)
+
+
+def _json_span(found: Mapping[str, Any], resource: Mapping[str, Any], budget: "_Budget") -> Span:
+    events, status = _events(_list(found, "events")), found.get("status") or {}
+    return Span(
+        trace_id=_id(str(found.get("traceId", "")).lower(), 32),
+        span_id=_id(str(found.get("spanId", "")).lower(), 16),
+        parent_id=_id(str(found.get("parentSpanId", "")).lower(), 16, empty=True),
+        name=_text(found.get("name", "")),
+        start=_whole(found.get("startTimeUnixNano", 0)),
+        end=_whole(found.get("endTimeUnixNano", 0)),
+        attributes=_json_attributes(found, budget),
+        resource=resource,
+        events=tuple(Event(_text(each.get("name", "")), _json_attributes(each, budget)) for each in events),
+        error=_text(status.get("message", "")) if status.get("code") in (2, "STATUS_CODE_ERROR") else None,
+    )
+
+
+def _json_attributes(found: Mapping[str, Any], budget: "_Budget") -> dict[str, Any]:
+    pairs = _list(found, "attributes")
+    return _named((_text(pair["key"]), _json_value(pair.get("value") or {}, budget, MOST_DEPTH)) for pair in pairs)
+
+
+def _json_value(value: Mapping[str, Any], budget: "_Budget", depth: int) -> Any:
+    budget.spend_value(depth)
+    for kind, found in value.items():
+        match kind:
+            case "stringValue" | "bytesValue":
+                return _text(found)
+            case "boolValue":
+                return bool(found)
+            case "intValue":
+                return _signed(found)
+            case "doubleValue":
+                return _finite(float(found))
+            case "arrayValue":
+                return [_json_value(each, budget, depth - 1) for each in _list(found, "values")]
+            case "kvlistValue":
+                pairs = _list(found, "values")
+                return {_text(p["key"]): _json_value(p.get("value") or {}, budget, depth - 1) for p in pairs}
+    return None
+
+
+def _list(tree: Any, name: str) -> list[Any]:
+    found = tree.get(name) if isinstance(tree, Mapping) else None
+    if found is not None and not isinstance(found, list):
+        raise OtlpError(f"{name} is no list")
+    return found or []
+
+
+# both
+
+
+class _Budget:
+    """Counts what an export has, so that a small body cannot become much."""
+
+    def __init__(self) -> None:
+        self._spans, self._values, self._fields = MOST_SPANS, MOST_VALUES, MOST_FIELDS
+
+    def spend_span(self) -> None:
+        self._spans -= 1
+        if self._spans < 0:
+            raise OtlpError(f"more than {MOST_SPANS} spans come at once")
+
+    def spend_value(self, depth: int) -> None:
+        self._values -= 1
+        if depth < 0 or self._values < 0:
+            raise OtlpError(f"an attribute is nested too deep, or there are more than {MOST_VALUES} values")
+
+    def spend_field(self) -> None:
+        self._fields -= 1
+        if self._fields < 0:
+            raise OtlpError(f"there are more than {MOST_FIELDS} fields")
+
+
+def _events(found: list[Any]) -> list[Any]:
+    if len(found) > MOST_EVENTS:
+        raise OtlpError(f"a span has at most {MOST_EVENTS} events")
+    return found
+
+
+def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        found[name] = value
+        if len(found) > MOST_ATTRIBUTES:
+            raise OtlpError(f"a span has at most {MOST_ATTRIBUTES} attributes")
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value).encode("utf-8", "replace").decode()
+
+
+def _whole(value: Any) -> int:
+    found = _signed(value)
+    return found if 0 <= found < 2**63 else 0
+
+
+def _signed(value: Any) -> int:
+    if isinstance(value, str) and len(value) <= 20 and value.lstrip("-").isdecimal():
+        return int(value)
+    if type(value) is not int or abs(value) >= 2**64:
+        raise OtlpError("a whole number is none")
+    return value
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _id(text: str, digits: int, empty: bool = False) -> str:
+    if empty and not text.strip("0"):
+        return ""
+    try:
+        whole = len(text) == digits and bool(binascii.unhexlify(text).strip(b"\0"))
+    except (binascii.Error, ValueError):
+        whole = False
+    if not whole:
+        raise OtlpError(f"the id of a trace or span has {digits} hexadecimal digits, not all of them 0")
+    return text

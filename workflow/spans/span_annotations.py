@@ -1,0 +1,178 @@
+"""A span as annotations of the episode in which it was made; what an exporter is answered."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_NAME, Annotation, check
+from agentrl.workflow.spans import Span, span_names
+from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
+
+PART_BYTES = 512 * 2**10
+"""Of annotations that are sent at once."""
+_REWARD = re.compile(span_names.REWARD)
+
+
+def annotations_of_span(span: Span) -> list[Annotation]:
+    """What the span says; its id names it, so that an export which is sent again is written once.
+
+    Raises:
+        ValueError: it says what cannot be kept, and why.
+    """
+    kind = span_names.KINDS.get(span.name, "span")
+    made = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
+    if kind != "reward":
+        made.append(_annotation(span, kind))
+    if not made:
+        raise ValueError("a span of a reward has agentlightning.reward.0.name and agentlightning.reward.0.value")
+    for each in made:
+        check(each)
+    return made
+
+
+def episode_named(span: Span) -> str:
+    """The episode that the span says it is of; empty where it says none."""
+    told = (where.get(name) for name in span_names.EPISODE for where in (span.attributes, span.resource))
+    return str(next((each for each in told if each), ""))
+
+
+def _annotation(span: Span, kind: str) -> Annotation:
+    attributes = span.attributes
+    name, data = span.name, {"attributes": dict(attributes), "parent": span.parent_id} if kind == "span" else _data(span, kind)
+    if kind == "operation":
+        name = str(attributes.get(span_names.OPERATION_NAME, span.name))
+    elif kind == "span" and span_names.GEN_AI_OPERATION in attributes:
+        told = [str(attributes[key]) for key in span_names.GEN_AI_NAMED if key in attributes]
+        name = " ".join([str(attributes[span_names.GEN_AI_OPERATION]), *told[:1]])
+    elif kind not in ("span", "exception"):
+        name = ""
+    elif kind == "exception":
+        name = str(data["type"])
+    if span.error is not None and kind in ("span", "operation"):
+        data["error"] = span.error or "error"
+    return Annotation(f"span:{span.span_id}", kind, name[:MOST_NAME], data, seconds=span.seconds)
+
+
+def _data(span: Span, kind: str) -> dict[str, Any]:
+    attributes = dict(span.attributes)
+    if kind == "message":
+        return {"message": str(attributes.pop(span_names.MESSAGE_BODY, "")), **_rest(attributes)}
+    if kind == "object":
+        return {"value": _object(attributes), **_rest(attributes)}
+    if kind == "exception":
+        event = next((each.attributes for each in span.events if each.name == span_names.EXCEPTION_EVENT), attributes)
+        kind_of, said = (
+            event.get(span_names.EXCEPTION_TYPE, "Exception"),
+            event.get(span_names.EXCEPTION_MESSAGE, span.error or ""),
+        )
+        return {"type": str(kind_of), "message": str(said)}
+    return attributes
+
+
+def _rest(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    left = {name: value for name, value in attributes.items() if not name.startswith(span_names.PREFIX)}
+    return {"attributes": left} if left else {}
+
+
+def _object(attributes: Mapping[str, Any]) -> Any:
+    text = attributes.get(span_names.OBJECT_JSON)
+    if isinstance(text, str):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return attributes.get(span_names.OBJECT_LITERAL)
+
+
+def _rewards(span: Span) -> Iterator[Annotation]:
+    found: dict[int, dict[str, Any]] = {}
+    for key, value in span.attributes.items():
+        if named := _REWARD.fullmatch(key):
+            found.setdefault(int(named[1]), {})[named[2]] = value
+    for place, told in sorted(found.items()):
+        yield Annotation(
+            f"span:{span.span_id}:{place}", "reward", str(told.get("name") or "agent"), {"value": told.get("value")}
+        )
+
+
+def answer(content_type: str, rejected: int, why: str) -> bytes:
+    """An ExportTraceServiceResponse, in the form of the request."""
+    if content_type.startswith(JSON):
+        return json.dumps(
+            {"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": why}} if rejected else {}
+        ).encode()
+    if not rejected:
+        return b""
+    told = b"\x08" + _varint(rejected) + b"\x12" + _sized(why)
+    return b"\x0a" + _varint(len(told)) + told
+
+
+def refusal(content_type: str, code: int, why: str) -> bytes:
+    """A google.rpc.Status, in the form of the request."""
+    if content_type.startswith(JSON):
+        return json.dumps({"code": code, "message": why}).encode()
+    return b"\x08" + _varint(code) + b"\x12" + _sized(why)
+
+
+def _sized(text: str) -> bytes:
+    data = text[:1000].encode()
+    return _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What an export says of an episode.
+
+    Args:
+        parts: annotations as `/v1/annotations` takes them, as many as go at once.
+        rejected, why: how many spans cannot be kept, and why the first of them cannot.
+    """
+
+    parts: Sequence[Sequence[Mapping[str, Any]]]
+    rejected: int
+    why: str
+
+
+def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
+    """What the body says of the episode.
+
+    Raises:
+        OtlpError: it is no export, or it is of another episode.
+    """
+    said: list[Mapping[str, Any]] = []
+    rejected, why = 0, ""
+    for span in decode(body, content_type, encoding):
+        named = episode_named(span)
+        if named.isdecimal() and named != episode:
+            raise OtlpError(f"a span is of episode {named[:20]}, and this key is of another")
+        try:
+            said += [_document(each) for each in annotations_of_span(span)]
+        except ValueError as error:
+            rejected, why = rejected + 1, why or str(error)
+    return Export(_parts(said), rejected, why)
+
+
+def _document(said: Annotation) -> dict[str, Any]:
+    return {"id": said.id, "kind": said.kind, "name": said.name, "data": said.data, "seconds": said.seconds}
+
+
+def _parts(said: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    parts, size = [list[Mapping[str, Any]]()], 0
+    for each in said:
+        length = len(json.dumps(each))
+        if parts[-1] and (len(parts[-1]) >= MOST_AT_ONCE or size + length > PART_BYTES):
+            parts.append([])
+            size = 0
+        parts[-1].append(each)
+        size += length
+    return [part for part in parts if part]

@@ -1,0 +1,25 @@
+"""Names in spans, of agent-lightning 0.3.0 and of OpenTelemetry's semantic conventions (GenAI: 1.37, in development)."""
+
+PREFIX = "agentlightning."
+KINDS = {
+    "agentlightning.annotation": "annotation",
+    "agentlightning.message": "message",
+    "agentlightning.object": "object",
+    "agentlightning.exception": "exception",
+    "agentlightning.operation": "operation",
+    "agentlightning.reward": "reward",
+}
+"""Name of a span -> the kind of annotation that it is."""
+REWARD = r"agentlightning\.reward\.(\d{1,4})\.(name|value)"
+MESSAGE_BODY = "agentlightning.message.body"
+OBJECT_JSON = "agentlightning.object.json"
+OBJECT_LITERAL = "agentlightning.object.literal"
+OPERATION_NAME = "agentlightning.operation.name"
+EPISODE = ("agentlightning.rollout_id", "rollout_id")
+"""What names the episode that a span is of."""
+ATTEMPT = ("agentlightning.attempt_id", "attempt_id")
+EXCEPTION_EVENT = "exception"
+EXCEPTION_TYPE, EXCEPTION_MESSAGE = "exception.type", "exception.message"
+GEN_AI_OPERATION = "gen_ai.operation.name"
+GEN_AI_NAMED = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model")
+"""What an operation of the GenAI conventions is called by, the first that is there."""
