@@ -33,6 +33,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "dpo": Entry("agentrl.cli.dpo:dpo", "Prefer a run's better episodes to their siblings."),
         "merge": Entry("agentrl.cli.merge:merge", "Make a plain model of a stored policy."),
         "fork": Entry("agentrl.cli.fork:fork", "Go on from a step of an episode, several times."),
+        "import": Entry("agentrl.cli.import_traces:imports", "Take episodes that were sampled elsewhere into the store."),
         "rescore": Entry("agentrl.cli.fork:rescore", "Score a run's episodes by other rewards, beside the first."),
     },
     "Look": {

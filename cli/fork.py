@@ -62,7 +62,8 @@ def rescore(
     show(f"  mean {cell(made['mean_before'])} -> {cell(made['mean'])}")
     for part in made["parts"]:
         show(f"  {part['part']}: mean {cell(part['mean'])} x {cell(part['weight'])}")
-    say(f"Train on it: agentrl submit --from-episodes {made['run']} --reward-set {made['reward_set']}")
+    how = "Train on it: agentrl submit" if made["trainable"] else "Imitate its best: agentrl sft"
+    say(f"{how} --from-episodes {made['run']} --reward-set {made['reward_set']}")
 
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
@@ -83,7 +84,8 @@ NEIGHBOURS = 3
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
-    "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "waiting", "open",
+    "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported",
+    "waiting", "open",
 )  # fmt: skip
 """Fates as columns of the table; a fate without episodes is left out."""
 
@@ -101,6 +103,8 @@ SENTENCES = {
     "cancelled": "not trained: the run was cancelled",
     "searched": "made to choose a text; no update trains on it",
     "evaluated": "made to measure a policy; no update trains on it",
+    "served": "made for a client of agentrl serve; train on it: agentrl submit --from-episodes {run}",
+    "imported": "imported: it was sampled elsewhere; train on it: agentrl submit --from-episodes {run}",
     "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
     "waiting": "done, and not trained yet: its iteration is still open",
     "open": "not over yet: {status}",

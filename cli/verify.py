@@ -36,11 +36,16 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         ModelError: the base here is not the run's.
     """
     from agentrl.workflow.experiment import Experiment
+    from agentrl.workflow.store.imported_runs import EXACT
     from agentrl.workflow.store.reads.provenance import find_origin
 
     if what not in CHECK_CHOICES:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
+    if EXACT in origin.manifest:
+        raise StateError(
+            f"Episode {episode} was imported: it was sampled elsewhere, and cannot be repeated.", f"agentrl replay {episode}"
+        )
     asked: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
         if what == TOOLS:

@@ -111,7 +111,7 @@ def _check_reward(made: Annotation) -> None:
 
 
 def _check_data(made: Annotation) -> None:
-    if not isinstance(made.data, Mapping) or _is_deep(made.data, MOST_DEPTH):
+    if not isinstance(made.data, Mapping) or is_deep(made.data, MOST_DEPTH):
         raise ValueError(f"an annotation's data are an object, at most {MOST_DEPTH} levels deep")
     try:
         size = len(json.dumps(made.data, allow_nan=False).encode("utf-8", "replace"))
@@ -121,11 +121,12 @@ def _check_data(made: Annotation) -> None:
         raise ValueError(f"an annotation's data have at most {MOST_DATA} bytes as JSON, not {size}")
 
 
-def _is_deep(value: Any, left: int) -> bool:
+def is_deep(value: Any, left: int) -> bool:
+    """Whether objects and lists stand within each other in more levels than are left."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
-    return left == 0 or any(_is_deep(each, left - 1) for each in inner)
+    return left == 0 or any(is_deep(each, left - 1) for each in inner)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

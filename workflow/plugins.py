@@ -22,10 +22,10 @@ from agentrl.old_names import spelled_before
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.settings import Settings, settings
 
-KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats")
+KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats", "adapters")
 _CLASSES = {
     "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "trainers": "TrainerBackend",
-    "algorithms": "Algorithm", "tool_formats": "ToolFormat",
+    "algorithms": "Algorithm", "tool_formats": "ToolFormat", "adapters": "Adapter",
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 CODE_PREFIX = "agentrl_code_"

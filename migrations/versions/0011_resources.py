@@ -1,4 +1,7 @@
-"""Texts that a run works with, in versions; which a group worked with; what a search asked its critic, and its tasks' roles."""
+"""Texts that a run works with, in versions; which a group worked with; what a search asked its critic, and its tasks' roles.
+
+And runs of the kind `import`, whose episodes were sampled elsewhere.
+"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -57,20 +60,20 @@ def upgrade() -> None:
     for table in ("runs", "groups"):
         with op.batch_alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
-            altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({KINDS}, 'search')")
+            altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({KINDS}, 'search', 'import')")
     with op.batch_alter_table("run_tasks") as tasks:
         tasks.add_column(sa.Column("role", sa.String(length=8), server_default="train", nullable=False))
         tasks.create_check_constraint(op.f("ck_run_tasks_role"), "role IN ('train', 'choose', 'held_out')")
 
 
 def downgrade() -> None:
-    """Removes them. What searched is an evaluation, cancelled if it was not over."""
+    """Removes them. What searched is an evaluation, cancelled if it was not over; so is what was imported."""
     for table in ("episodes", "groups", "iterations"):
         of_searches = "run_id IN (SELECT id FROM runs WHERE kind = 'search')"
         op.execute(f"UPDATE {table} SET status = 'cancelled' WHERE status IN ('planned', 'running') AND {of_searches}")
     op.execute("UPDATE runs SET status = 'cancelled' WHERE status NOT IN ('done', 'failed', 'cancelled') AND kind = 'search'")
     for table in ("groups", "runs"):
-        op.execute(f"UPDATE {table} SET kind = 'eval' WHERE kind = 'search'")
+        op.execute(f"UPDATE {table} SET kind = 'eval' WHERE kind IN ('search', 'import')")
         with op.batch_alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
             altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({KINDS})")

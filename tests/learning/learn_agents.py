@@ -6,6 +6,8 @@ of agent, seed, iteration and reward come into `build/learn_agent.json`, a table
 goes on with the runs that are not there. Exits with 1, and says why, where a run did not end, or one of the three seeds of the
 built-in loop or of the example ends below 0.9.
 
+`openai-fit` is the example again, trained by `agentrl.Trainer(...).fit(agent=solve)`.
+
 `--only openai,smolagents`, `--seeds 0` and `--jobs 2` choose. Agents whose calls are text begin from a warm start of their own.
 """
 
@@ -34,22 +36,25 @@ class Way:
         agent: what `submit --agent` is given; empty: the built-in loop.
         seeds: those that it is trained with.
         texts: whether its calls are text.
+        module: the program that trains it, in place of `submit`.
     """
 
     agent: str
     seeds: Sequence[int] = SEEDS
     texts: bool = False
+    module: str = ""
 
 
 WAYS = {
     "built-in": Way(""),
     "openai": Way("examples.openai_agent.agent:solve"),
+    "openai-fit": Way("examples.openai_agent.agent:solve", (0,), module="tests.learning.fit_agent"),
     "openai-async": Way("examples.openai_agent.agent:solve_async", (0,)),
     "langgraph": Way("tests.learning.langgraph_agent:solve", (0,)),
     "smolagents": Way("tests.learning.smolagents_agent:solve", (0,), texts=True),
     "text-tools": Way("tests.learning.text_tools_agent:solve", (0,), texts=True),
 }
-JUDGED = ("built-in", "openai")
+JUDGED = ("built-in", "openai", "openai-fit")
 
 
 def main() -> int:
@@ -66,7 +71,8 @@ def main() -> int:
 
     def learn(name: str, seed: int) -> Curve:
         start = starts[WAYS[name].texts]
-        return played(name, typed(name), seed, start, hashlib.sha256(_weights(start)).hexdigest()[:12])
+        weights = hashlib.sha256(_weights(start)).hexdigest()[:12]
+        return played(name, typed(name), seed, start, weights, WAYS[name].module)
 
     wrong = run_all(missing, learn, kept, asked.jobs, ROWS, "agent")
     found = summed_up(kept)

@@ -135,16 +135,16 @@ def run_all(
         return [said for said in pool.map(play, missing) if said]
 
 
-def played(name: str, options: str, seed: int, start: Path, weights: str) -> Curve:
-    """One run with these options of `submit`, on a stack that is thrown away.
+def played(name: str, options: str, seed: int, start: Path, weights: str, module: str = "") -> Curve:
+    """One run with these options of `submit`, or by a program of that module, on a stack that is thrown away.
 
     Raises:
         Unfinished: with the logs.
     """
-    words = ["submit", *options.split(), "--seed", str(seed), "--name", "learn", "--wait"]
+    words = ["agentrl.cli", "submit", *options.split(), "--seed", str(seed), "--name", "learn", "--wait"]
     with _stack(start) as stack:
         done = subprocess.run(
-            [sys.executable, "-m", "agentrl.cli", *words],
+            [sys.executable, "-m", *([module, str(seed)] if module else words)],
             env=stack.environment,
             capture_output=True,
             text=True,

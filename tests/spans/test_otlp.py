@@ -19,7 +19,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.spans import Span
-from agentrl.workflow.spans.otlp import JSON, MOST_BYTES, MOST_SPANS, PROTOBUF, OtlpError, decode
+from agentrl.workflow.spans.otlp import JSON, POSTED, PROTOBUF, OtlpError, decode
 from agentrl.workflow.spans.span_annotations import annotations_of_span, answer, episode_named
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
@@ -109,7 +109,7 @@ def nested(levels: int) -> bytes:
 
 
 MANY = json.dumps(
-    {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": TRACE, "spanId": SPAN}] * (MOST_SPANS + 1)}]}]}
+    {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": TRACE, "spanId": SPAN}] * (POSTED.spans + 1)}]}]}
 ).encode()
 HOSTILE: dict[str, tuple[bytes, str, str]] = {
     "garbage as protobuf": (b"\xff" * 100, PROTOBUF, ""),
@@ -133,9 +133,9 @@ HOSTILE: dict[str, tuple[bytes, str, str]] = {
     "an id of other letters": (as_json(traceId="g" * 32), JSON, ""),
     "a number of a million digits": (as_json(attributes=[{"key": "k", "value": {"intValue": "9" * 1_000_000}}]), JSON, ""),
     "too many spans": (MANY, JSON, ""),
-    "millions of empty messages": (gzip.compress(b"\x0a\x00" * (MOST_BYTES // 2)), PROTOBUF, "gzip"),
+    "millions of empty messages": (gzip.compress(b"\x0a\x00" * (POSTED.bytes // 2)), PROTOBUF, "gzip"),
     "millions of empty attributes": (gzip.compress(empty_attributes(4_000_000)), PROTOBUF, "gzip"),
-    "a bomb": (gzip.compress(b"\0" * (MOST_BYTES * 4)), PROTOBUF, "gzip"),
+    "a bomb": (gzip.compress(b"\0" * (POSTED.bytes * 4)), PROTOBUF, "gzip"),
     "no gzip": (b"hello", PROTOBUF, "gzip"),
     "half a gzip": (gzip.compress(made()[0])[:-12], PROTOBUF, "gzip"),
     "another encoding": (b"x", PROTOBUF, "br"),

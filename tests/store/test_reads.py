@@ -1,6 +1,8 @@
 """Lists come in pages: every row once while others are added, the same on both databases; what is hostile gets one sentence."""
 
+import importlib
 import json
+import pkgutil
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.store import planning, steps, tool_calls, train_commits
+from agentrl.workflow.store import planning, reads, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import (
@@ -115,6 +117,8 @@ def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) ->
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:
+    for module in pkgutil.iter_modules(reads.__path__, f"{reads.__name__}."):
+        importlib.import_module(module.name)
     kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
     assert kinds.keys() == {*VIEWS, "events"} - {"v_tool_sessions", "v_episode_resources"}
     with database.read() as tx:

@@ -13,6 +13,7 @@ from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.rewards import Part, code_hash, part_sum, score, total_reward
 from agentrl.workflow.store import reward_sets, run_names
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.imported_runs import EXACT
 
 
 def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
@@ -23,7 +24,8 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         name: the set's name; unset: made from the first reward's.
 
     Returns:
-        run, reward_set, episodes, changed (episodes whose reward differs from the default set's), mean_before, mean, parts.
+        run, reward_set, episodes, changed (episodes whose reward differs from the default set's), mean_before, mean, parts,
+        trainable (its tokens and logprobs are its sampler's own).
 
     Raises:
         ConfigError: an unknown reward, or a name or weight that does not fit.
@@ -60,6 +62,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         "changed": sum(old != new for old, new in zip(before, after, strict=True)),
         "mean_before": _mean(before),
         "mean": _mean(after),
+        "trainable": bool(row["manifest"].get(EXACT, True)),
         "parts": [
             {"part": part, "weight": weight, "mean": _mean([part_sum(parts[part]) for parts in scored.values()])}
             for part, weight in weights.items()

@@ -25,6 +25,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
+from agentrl.workflow.store.imported_runs import EXACT
 from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
@@ -46,6 +47,12 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
     found = load_stored_groups(db, asked.source, 2 if Experiment(asked).algorithm.needs_group else 1, policy)
+    for source in found.sources:
+        if not source.row["manifest"].get(EXACT, True):
+            raise StateError(
+                f"{source.row['name']} was imported without all tokens and logprobs: nobody knows what its sampler thought.",
+                f"Imitate it: agentrl sft --from-episodes {source.row['name']}",
+            )
     first = found.sources[0]
     defaults = {key: value for key, value in RunConfig().flat().items() if key in ALLOWED_KEYS}
     config = settle_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
+from math import isnan
 from typing import Any
 
 from agentrl.workflow.annotations import Annotation
@@ -234,6 +235,8 @@ def _logprob_text(step: Step) -> str:
     if not step.behavior_logprobs:
         return "logprobs: none"
     values = step.behavior_logprobs
+    if isnan(values[0]):
+        return "logprobs: not known; the tokens are the template's"
     least = min(range(len(values)), key=values.__getitem__)
     mean = sum(values) / len(values)
     return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]})"

@@ -11,54 +11,78 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.spans import Event, Span
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-MOST_BYTES = 16 * 2**20
-"""Of a decompressed body."""
-MOST_SPANS = 2000
 MOST_ATTRIBUTES = 512
 MOST_EVENTS = 128
 MOST_DEPTH = 24
-MOST_VALUES = 200_000
-"""Values in all attributes of an export."""
-MOST_FIELDS = 500_000
-"""Fields of protobuf in an export: some seven for each attribute."""
 Fields = list[tuple[int, int, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much an export may have.
+
+    Args:
+        bytes: of it when it is decompressed.
+        spans: in all of it.
+        values: in all attributes.
+        fields: of protobuf: some seven for each attribute.
+    """
+
+    bytes: int = 16 * 2**20
+    spans: int = 2000
+    values: int = 200_000
+    fields: int = 500_000
+
+
+POSTED = Bounds()
+"""Of what an exporter posts."""
 
 
 class OtlpError(ValueError):
     """What came is no export of traces; its text says why."""
 
 
-def decode(body: bytes, content_type: str, encoding: str = "") -> list[Span]:
+def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
     """The spans of a body.
+
+    Args:
+        content_type: JSON or protobuf; whatever is not JSON is read as the latter.
+        encoding: as of HTTP's Content-Encoding.
 
     Raises:
         OtlpError: it is none.
     """
-    data = _inflated(body, encoding)
+    data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()
     try:
-        return list(_from_json(data) if kind == JSON else _from_protobuf(data))
+        return list((_from_json if kind == JSON else _from_protobuf)(data, _Budget(bounds)))
     except (KeyError, TypeError, AttributeError, IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
         raise OtlpError(f"it does not have the shape of an export of traces ({type(error).__name__})") from None
 
 
-def _inflated(body: bytes, encoding: str) -> bytes:
+def inflated(body: bytes, encoding: str, most: int) -> bytes:
+    """The body as it was before it was compressed.
+
+    Raises:
+        OtlpError: it is not compressed as it says, or has more bytes.
+    """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}, and gzip is known here")
     if encoding in ("", "identity"):
         return body
     try:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, as its head says
-        data = inflate.decompress(body, MOST_BYTES + 1)
+        data = inflate.decompress(body, most + 1)
     except zlib.error:
         raise OtlpError("it is not compressed as it says") from None
-    if len(data) > MOST_BYTES or inflate.unconsumed_tail:
-        raise OtlpError(f"it has more than {MOST_BYTES} bytes when it is decompressed")
+    if len(data) > most or inflate.unconsumed_tail:
+        raise OtlpError(f"it has more than {most} bytes when it is decompressed")
     if not inflate.eof:
         raise OtlpError("it ends in the middle of what is compressed")
     return data
@@ -67,8 +91,7 @@ def _inflated(body: bytes, encoding: str) -> bytes:
 # protobuf
 
 
-def _from_protobuf(data: bytes) -> Iterator[Span]:
-    budget = _Budget()
+def _from_protobuf(data: bytes, budget: "_Budget") -> Iterator[Span]:
     for of_resource in _all(_fields(data, budget), 1):
         parts = _fields(of_resource, budget)
         resource = _attributes(_fields(_last(parts, 1, b""), budget), 1, budget)
@@ -182,12 +205,11 @@ def _last(parts: Fields, number: int, default: Any) -> Any:
 # JSON
 
 
-def _from_json(data: bytes) -> Iterator[Span]:
+def _from_json(data: bytes, budget: "_Budget") -> Iterator[Span]:
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
         raise OtlpError("it is no JSON") from None
-    budget = _Budget()
     for of_resource in _list(tree, "resourceSpans"):
         resource = _json_attributes(of_resource.get("resource") or {}, budget)
         for scope in _list(of_resource, "scopeSpans"):
@@ -250,23 +272,24 @@ def _list(tree: Any, name: str) -> list[Any]:
 class _Budget:
     """Counts what an export has, so that a small body cannot become much."""
 
-    def __init__(self) -> None:
-        self._spans, self._values, self._fields = MOST_SPANS, MOST_VALUES, MOST_FIELDS
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._spans, self._values, self._fields = bounds.spans, bounds.values, bounds.fields
 
     def spend_span(self) -> None:
         self._spans -= 1
         if self._spans < 0:
-            raise OtlpError(f"more than {MOST_SPANS} spans come at once")
+            raise OtlpError(f"more than {self._bounds.spans} spans come at once")
 
     def spend_value(self, depth: int) -> None:
         self._values -= 1
         if depth < 0 or self._values < 0:
-            raise OtlpError(f"an attribute is nested too deep, or there are more than {MOST_VALUES} values")
+            raise OtlpError(f"an attribute is nested too deep, or there are more than {self._bounds.values} values")
 
     def spend_field(self) -> None:
         self._fields -= 1
         if self._fields < 0:
-            raise OtlpError(f"there are more than {MOST_FIELDS} fields")
+            raise OtlpError(f"there are more than {self._bounds.fields} fields")
 
 
 def _events(found: list[Any]) -> list[Any]:

@@ -20,6 +20,13 @@ EPISODE = ("agentlightning.rollout_id", "rollout_id")
 ATTEMPT = ("agentlightning.attempt_id", "attempt_id")
 EXCEPTION_EVENT = "exception"
 EXCEPTION_TYPE, EXCEPTION_MESSAGE = "exception.type", "exception.message"
+TASK, REFERENCE = "agentrl.task.key", "agentrl.task.reference"
+"""What names an imported episode's task, and its right answer."""
+CONVERSATION = "gen_ai.conversation.id"
+PROMPT_IDS = ("prompt_token_ids", "llm.hosted_vllm.prompt_token_ids")
+SAMPLED_IDS = ("response_token_ids", "llm.hosted_vllm.response_token_ids")
+LOGPROBS = "logprobs.content"
+"""Exact tokens of a turn; agent-lightning's proxy and vLLM write them."""
 GEN_AI_OPERATION = "gen_ai.operation.name"
 GEN_AI_NAMED = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model")
 """What an operation of the GenAI conventions is called by, the first that is there."""

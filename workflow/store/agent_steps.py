@@ -122,6 +122,11 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[CallStep]) -> l
     Raises:
         Fenced: another worker holds the group.
     """
+    return insert_calls(tx, fence, records)
+
+
+def insert_calls(tx: Connection, fence: Fence, records: Sequence[CallStep]) -> list[Step]:
+    """As `commit_calls`, within a transaction."""
     held = check_claim(tx, fence)
     places: dict[int, list[_Place]] = {}
     return [_commit_call(tx, record, held, places) for record in records]

@@ -26,6 +26,8 @@ from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
+GROWING = ("serve", "search", "import")
+"""Kinds of runs that plan no episodes when they are submitted."""
 IS_AT_WORK = (schema.runs.c.status == "running", schema.runs.c.kind != "serve")
 """A run for which workers work; of the kind `serve` a process of its own does all."""
 _SERVE_HINT = "Start another: agentrl serve --policy RUN"
@@ -39,8 +41,8 @@ class Submission:
         name: unique; the run with this name is returned if it was submitted with the same config.
         stem: of a name that nobody chose: where it is taken, the run is called `stem-N`. Empty: a person chose it.
         root: the folder in which `output_dir` is called as the run is; empty where a person chose that.
-        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or `serve` and
-            `search` for one iteration to which groups are added while it lasts.
+        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or one of GROWING
+            for one iteration to which groups are added.
         config, manifest: stored with the run.
         policy: the weights it starts from.
         tasks: the dataset's rows, in the dataset's order.
@@ -94,7 +96,7 @@ class Submission:
     @property
     def episodes(self) -> int:
         """Episodes that it plans, unless it samples on; 0 where it trains on stored ones, or searches."""
-        if self.kind == "search":
+        if self.kind in GROWING:
             return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
         return (whole * len(self.tasks) + rest * self.tasks_per_iteration) * self.group_size
@@ -102,7 +104,7 @@ class Submission:
     @property
     def _is_one(self) -> bool:
         """Whether it has one iteration, whatever its tasks."""
-        return self.fork is not None or self.kind in ("serve", "search")
+        return self.fork is not None or self.kind in GROWING
 
     @property
     def _per_epoch(self) -> int:
@@ -185,12 +187,12 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
-    elif submission.kind in ("serve", "search"):
+    elif submission.kind in GROWING:
         tx.execute(schema.iterations.insert().values(run_id=run_id, number=0, epoch=0, policy_id=policy_id))
     else:
         for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
             insert_iteration(tx, run_id, number, policy_id)
-    log(tx, run_id, "submitted", detail="" if submission.kind in ("serve", "search") else f"{submission.iterations} iterations")
+    log(tx, run_id, "submitted", detail="" if submission.kind in GROWING else f"{submission.iterations} iterations")
     return run_id
 
 

@@ -350,6 +350,13 @@ def finish_episodes(
     Raises:
         Fenced: another worker holds the group.
     """
+    return end_episodes(tx, fence, outcomes, reward_set, weights)
+
+
+def end_episodes(
+    tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
+) -> CompletedWork:
+    """As `finish_episodes`, within a transaction."""
     held = check_claim(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]

@@ -7,6 +7,7 @@ together. What judges an episode that is over is asked the same way, through row
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from math import isnan
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select, update
@@ -124,7 +125,9 @@ def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
         "finish_reason": step.finish_reason,
         "prompt_tokens": len(step.prompt_ids),
         "sampled_tokens": len(step.sampled_ids),
-        "logprob_sum": sum(step.behavior_logprobs),
+        "logprob_sum": sum(
+            value for value in step.behavior_logprobs if not isnan(value)
+        ),  # those of an import may not be known
         "generate_seconds": step.seconds,
         "sampled_at": datetime.now(UTC),
     }

@@ -80,7 +80,7 @@ COLUMNS: Mapping[str, str] = {
     "iteration": "the iteration's number in its run, from 1",
     "iterations": "number of iterations planned",
     "iterations_done": "number of iterations done",
-    "kind": "train, eval, fork, serve or search",
+    "kind": "train, eval, fork, serve, search or import",
     "kl": "KL to the reference model, mean over tokens",
     "kl_coef": "weight of the KL",
     "last_reward": "mean reward of the newest iteration that has one",

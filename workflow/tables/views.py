@@ -26,6 +26,8 @@ _FATES = """
                     WHEN r.kind = 'eval' THEN 'evaluated'
                     WHEN r.kind = 'fork' THEN 'forked'
                     WHEN r.kind = 'search' THEN 'searched'
+                    WHEN r.kind = 'serve' THEN 'served'
+                    WHEN r.kind = 'import' THEN 'imported'
                     WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
                     WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
                     WHEN c.id IS NULL AND e.tainted THEN 'tainted'

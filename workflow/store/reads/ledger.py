@@ -12,7 +12,7 @@ from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
 
 FATES = (
     "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",
-    "cancelled", "evaluated", "forked", "searched", "waiting", "open",
+    "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
 )  # fmt: skip
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
 

@@ -1,0 +1,106 @@
+"""`agentrl import otlp FILE`: traces from elsewhere become episodes, to imitate, to score, and where they can, to train on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.evaluate import (
+    PolicyName,
+    TemplateFile,
+    ToolFormatName,
+    chat_values,
+    check_model_is_there,
+    find_trusted_policy,
+)
+from agentrl.cli.output import Json, show, show_json
+from agentrl.cli.targets import Trust, existing_database
+from agentrl.workflow.runtime.shown_text import cell
+
+if TYPE_CHECKING:
+    from agentrl.workers.requests.import_request import PreparedImport
+
+imports = typer.Typer(
+    no_args_is_help=True, help="Take episodes that were sampled elsewhere into the store.", rich_markup_mode=None
+)
+
+
+@imports.callback()
+def of_imports() -> None:
+    """Take episodes that were sampled elsewhere into the store."""
+
+
+@imports.command("otlp")
+def otlp(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="OTLP traces: JSON, JSON lines or protobuf; .gz too.")],
+    policy: PolicyName,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="What reads turns from spans, repeatable [all of them].", show_default=False),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run [import-N].", show_default=False)] = None,
+    exact_only: Annotated[
+        bool, typer.Option("--exact-only", help="Leave out episodes whose turns lack token ids or logprobs.")
+    ] = False,
+    tool_format: ToolFormatName = None,
+    chat_template: TemplateFile = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, its model's turns are steps.
+
+    --policy names what sampled them. Turns with token ids and logprobs are kept exactly and can be trained on; if any lacks
+    them, all are rendered by the model's template, to be imitated (sft) and scored. Rewards in the spans are the episodes'.
+    """
+    from agentrl.workers.requests.import_request import prepare_import
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.config import build
+    from agentrl.workflow.spans.trace_files import read_traces
+    from agentrl.workflow.store.imported_runs import write_import
+
+    spans = read_traces(file)
+    base, ref = find_trusted_policy(policy, trust_remote_code)
+    config = build(base.flat() | chat_values(tool_format, chat_template))
+    if ref is None:
+        check_model_is_there(policy, config)
+    made = prepare_import(existing_database(), spans, config, ref, adapter or (), name, exact_only)
+    run = write_import(database(), made.submission, made.episodes)
+    if as_json:
+        show_json(
+            {
+                "run": run,
+                "episodes": len(made.episodes),
+                "exact": made.exact,
+                "without": made.without,
+                "left_out": made.left_out,
+            }
+        )
+        return
+    for line in _lines(run, made):
+        show(line)
+
+
+def _lines(run: str, made: "PreparedImport") -> list[str]:
+    episodes = made.episodes
+    tasks, turns = len({each.task.content_hash for each in episodes}), sum(len(each.steps) for each in episodes)
+    mean = sum(each.reward for each in episodes) / len(episodes)
+    rewards = f"mean reward {cell(mean)}" if made.submission.weights else "no rewards"
+    found = [f"{run}: {_count(len(episodes), 'episode')} of {_count(tasks, 'task')}, {_count(turns, 'turn')}, {rewards}"]
+    found += [f"  left out, {count}: {reason}" for reason, count in made.left_out.items()]
+    if made.exact:
+        found.append("  Its tokens and logprobs are the sampler's own. Train on them:")
+        found.append(f"    agentrl submit --from-episodes {run}")
+    else:
+        few = f"{made.without} of them have" if made.without < len(episodes) else "They have"
+        rest = " (--exact-only leaves those out)" if made.without < len(episodes) else ""
+        found.append(
+            f"  {few} turns without token ids or logprobs: all are rendered by the model's template{rest}. Imitate them:"
+        )
+        found.append(f"    agentrl sft --from-episodes {run}")
+    if not made.submission.weights:
+        found.append(f"  Score them: agentrl rescore {run} --reward my_rewards:right")
+    return [*found, f"  Look at them: agentrl episodes {run}"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,222 @@
+"""`agentrl import otlp`: traces become episodes whole or not at all; what they lack is said, what is wrong is refused."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from agentrl.cli.main import main
+from agentrl.workers.requests.import_request import prepare_import
+from agentrl.workers.requests.stored_groups import prepare_stored
+from agentrl.workflow.adapters import Adapter, Turn
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.config import build
+from agentrl.workflow.models.loading import load_tokenizer
+from agentrl.workflow.spans import Span
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.imported_runs import write_import
+from agentrl.workflow.store.reads.episode_rows import load_episode
+from agentrl.workflow.store.run_names import find_stored_policy
+from agentrl.workflow.trajectory import Message
+from tests.faults.test_mending import a_worker, do_jobs
+from tests.support.played_runs import value, values
+from tests.support.small_models import tiny_calling
+from tests.support.traces import ANSWER, ASKED, CALL, TOOLS, document, flat, parts, reward, rollout, span, write
+
+OTHER = Message("user", "What is 3 plus 3?")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_calling(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def chat(model: Path) -> Chat:
+    return Chat(load_tokenizer(model))
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home") as found:
+        yield found
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    """What a command prints."""
+    capsys.readouterr()
+    found = main([*map(str, words)])
+    out, err = capsys.readouterr()
+    assert found == code, out + err
+    return out + err
+
+
+def four(chat: Chat | None) -> list[Span]:
+    """Two rollouts of each of two tasks, of which the first two are right and wrong."""
+    earned = ((1, 1.0, ASKED), (2, 0.0, ASKED), (3, 1.0, OTHER), (4, 0.0, OTHER))
+    return [each for trace, value, asked in earned for each in rollout(chat, trace, value, asked)]
+
+
+def test_exact_traces_become_episodes_that_a_run_trains_on(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", four(chat)), "--policy", model, "--name", "elsewhere")
+    assert said.splitlines()[0] == "elsewhere: 4 episodes of 2 tasks, 8 turns, mean reward 0.5"
+    assert "agentrl submit --from-episodes elsewhere" in said
+    assert values(db, "SELECT kind || status || iterations_done FROM v_runs") == ["importdone1"]
+    assert values(db, "SELECT reward FROM v_episodes ORDER BY id") == [1.0, 0.0, 1.0, 0.0]
+    assert values(db, "SELECT mean_reward FROM groups") == [0.5, 0.5]
+    assert values(db, "SELECT DISTINCT fate FROM v_ledger") == ["imported"]
+    assert value(db, "SELECT count(*) FROM v_tool_calls WHERE result = '5' AND status = 'done'") == 4
+    with db.read() as tx:
+        episode = load_episode(tx, 1)
+    assert (episode.final_answer, episode.stop_reason, len(episode.steps)) == ("5", "answered", 2)
+    assert episode.tokens_of(0) == (*chat.opening([ASKED], TOOLS), *chat.turn(CALL, TOOLS))
+    assert {each for step in episode.steps for each in step.behavior_logprobs} == {-0.5}
+    keys = {"name": "learns", "source.runs": ["elsewhere"]}
+    stored = prepare_stored(db, build(keys), dict.fromkeys(keys, "flag"), find_stored_policy(db, "elsewhere", None))
+    planning.submit(db, stored.submission)
+    do_jobs()
+    assert value(db, "SELECT status FROM v_runs WHERE run = 'learns'") == "done"
+    assert values(db, "SELECT DISTINCT fate FROM v_ledger WHERE run = 'learns'") == ["trained"]
+    assert "sampled elsewhere, and cannot be repeated" in told(capsys, "replay", 1, "--verify", "all", code=6)
+
+
+def test_traces_without_tokens_are_imitated_and_scored_and_not_trained_on(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = [*rollout(chat, 1, 1.0), *rollout(None, 2, 0.0)]
+    said = told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", mixed), "--policy", model)
+    assert "1 of them have turns without token ids or logprobs" in said
+    assert "agentrl sft --from-episodes import-1" in said
+    assert "logprobs: not known" in told(capsys, "replay", 1)
+    refused = told(capsys, "submit", "--from-episodes", "import-1", code=6)
+    assert "imported without all tokens and logprobs" in refused
+    assert "agentrl sft --from-episodes import-1" in refused
+    rescored = told(capsys, "rescore", "import-1", "--reward", "tool_use")
+    assert "agentrl sft --from-episodes import-1 --reward-set tool_use" in rescored
+    assert value(db, "SELECT count(*) FROM runs") == 1
+    left = told(capsys, "import", "otlp", tmp_path / "t.jsonl", "--policy", model, "--exact-only", "--json")
+    assert json.loads(left) == {
+        "run": "import-2",
+        "episodes": 1,
+        "exact": True,
+        "without": 0,
+        "left_out": {"turns without token ids or logprobs": 1},
+    }
+
+
+def test_what_else_is_in_a_trace_is_kept_beside_its_turns(
+    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = [
+        span(1, "invoke_agent", {}, error="ran out of money"),
+        span(2, "chat", parts((ASKED,), ANSWER)),
+        span(3, "agentlightning.message", {"agentlightning.message.body": "the plan", "agentrl.task.reference": "5"}),
+        span(4, "big", {"text": "x" * 100_000}),
+    ]
+    told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    rows = values(db, "SELECT kind || ':' || name || ':' || coalesce(step, -1) FROM v_annotations ORDER BY id")
+    assert rows == ["span:invoke_agent:-1", "message::0", "span:big:0"]
+    assert value(db, "SELECT stop_reason || reference || error FROM v_episodes") == "agent_error5ran out of money"
+
+
+def test_the_same_file_is_read_as_lines_as_one_document_and_compressed(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = four(chat)
+    whole = json.dumps(document(spans), indent=1)
+    (tmp_path / "whole.json").write_text(whole)
+    (tmp_path / "packed.json.gz").write_bytes(gzip.compress(whole.encode()))
+    write(tmp_path / "lines.jsonl", spans)
+    for name in ("whole.json", "packed.json.gz", "lines.jsonl"):
+        assert "4 episodes of 2 tasks, 8 turns" in told(capsys, "import", "otlp", tmp_path / name, "--policy", model)
+    assert value(db, "SELECT count(DISTINCT reward || sampled_tokens || final_answer) FROM v_episodes") == 2
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": (b"", "There is no trace to import"),
+    "garbage": (b"\xff\xfe", "is no export of traces"),
+    "a list": (b"[1, 2]", "is no export of traces"),
+    "half a line": (b'{"resourceSpans": []}\n{"resourceSpans": [\n', "Line 2 of"),
+    "a bomb": (gzip.compress(b"\0" * (257 * 2**20), 1), "it has more than"),
+    "no turn": ([span(1, "x", {})], "1: no turn of a model"),
+    "a turn that makes no sense": (
+        [span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": ["a"]})],
+        "a turn cannot be read: token ids are",
+    ),
+    "a reward that is no number": ([*rollout(None, 1), reward(9, "nan")], "a reward cannot be read: a reward is a finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(
+    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    wrong, sentence = WRONG[name]
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(wrong) if isinstance(wrong, bytes) else write(file, wrong)
+    said = told(capsys, "import", "otlp", file, "--policy", model, code=2)
+    assert sentence in said
+    assert len(said.splitlines()) <= 2
+    assert value(db, "SELECT count(*) FROM runs") == 0
+
+
+def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_tokens_are_refused(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "t.jsonl", four(chat))
+    assert "No such file" in told(capsys, "import", "otlp", tmp_path / "x", "--policy", model, code=2)
+    assert "Did you mean 'genai'" in told(capsys, "import", "otlp", file, "--policy", model, "--adapter", "genia", code=2)
+    told(capsys, "import", "otlp", file, "--policy", model, "--name", "mine")
+    assert "A run called 'mine' exists" in told(capsys, "import", "otlp", file, "--policy", model, "--name", "mine", code=3)
+    shifted = [
+        span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": [5], "response_token_ids": [7], "logprobs.content": "[-1]"})
+    ]
+    said = told(capsys, "import", "otlp", write(tmp_path / "u.jsonl", shifted), "--policy", model, code=8)
+    assert "The tokens are none of" in said
+    assert "Name the model that sampled them" in said
+    assert value(db, "SELECT count(*) FROM runs") == 1
+
+
+def shouted(one: Span) -> Turn | None:
+    """The turns of a convention of one's own."""
+    said = one.attributes.get("shout")
+    return Turn((ASKED,), Message("assistant", str(said))) if said else None
+
+
+loud = Adapter("loud", shouted)
+
+
+def test_an_adapter_of_ones_own_reads_what_only_it_knows(
+    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "t.jsonl", [span(1, "x", {"shout": "FIVE"})])
+    told(capsys, "import", "otlp", file, "--policy", model, "--adapter", f"{__name__}:loud")
+    assert value(db, "SELECT final_answer FROM v_episodes") == "FIVE"
+
+
+def test_an_import_is_written_whole_on_both_databases(database: Database, model: Path, chat: Chat) -> None:
+    config = build({"model.path": str(model)})
+    made = prepare_import(database, four(chat), config, None)
+    run = write_import(database, made.submission, made.episodes)
+    with database.read() as tx:
+        rows = tx.execute(text("SELECT run, status, reward, steps FROM v_episodes ORDER BY id")).all()
+        assert [tuple(row) for row in rows] == [(run, "done", reward, 2) for reward in (1.0, 0.0, 1.0, 0.0)]
+        sums = tx.execute(text("SELECT status, episodes, tool_calls, mean_reward FROM v_iterations")).one()
+        assert tuple(sums) == ("done", 4, 4, 0.5)
+
+
+def test_an_import_that_breaks_in_its_middle_leaves_nothing(db: Database, model: Path, chat: Chat) -> None:
+    made = prepare_import(db, four(chat), build({"model.path": str(model)}), None)
+    broken = [*made.episodes[:-1], replace(made.episodes[-1], reward=None)]  # type: ignore[arg-type]
+    with pytest.raises(IntegrityError):
+        write_import(db, made.submission, broken)
+    assert value(db, "SELECT (SELECT count(*) FROM runs) + (SELECT count(*) FROM episodes) + (SELECT count(*) FROM tasks)") == 0

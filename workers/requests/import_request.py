@@ -1,0 +1,261 @@
+"""Traces from elsewhere as a run of the kind `import`: what is read of them, what is left out, and why."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from agentrl.workers.requests.serve_request import serve_config
+from agentrl.workers.requests.submission import manifest
+from agentrl.workflow.adapters import Adapter, Turn
+from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation, rewards_of
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.templates import settle_chat
+from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.errors import DatasetError, ModelError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.inference.traced_steps import TracedStep, traced_steps
+from agentrl.workflow.models.loading import context_and_vocabulary, load_chat
+from agentrl.workflow.models.lookup import model_folder, starting_policy
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.spans import Span, span_names
+from agentrl.workflow.spans.span_annotations import annotations_of_span
+from agentrl.workflow.spans.traces import Trace, traces_of
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.imported_runs import EXACT, ImportedEpisode, ImportedStep
+from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.trajectory import PolicyRef, StopReason, Task
+
+STEM = "import"
+MOST_TURNS = 1000
+"""Of an episode."""
+MOST_EPISODES = 100_000
+
+
+@dataclass(frozen=True)
+class PreparedImport:
+    """A run to write.
+
+    Args:
+        exact: every token and logprob is its sampler's own.
+        without: how many of the episodes have turns without tokens or logprobs.
+        left_out: reason -> how many traces are left out for it.
+    """
+
+    submission: Submission
+    episodes: Sequence[ImportedEpisode]
+    exact: bool
+    without: int
+    left_out: Mapping[str, int]
+
+
+@dataclass
+class _Read:
+    """What was read of a trace: its turns with the spans that they stand in, and what else it says."""
+
+    trace: Trace
+    turns: list[tuple[Span, Turn]] = field(default_factory=list)
+    said: list[tuple[Span, Annotation]] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        return all(turn.exact for _, turn in self.turns)
+
+
+def prepare_import(
+    db: Database | None,
+    spans: Sequence[Span],
+    config: RunConfig,
+    ref: PolicyRef | None,
+    adapters: Sequence[str] = (),
+    name: str | None = None,
+    exact_only: bool = False,
+) -> PreparedImport:
+    """Reads the traces; writes nothing.
+
+    Args:
+        config, ref: of the policy that sampled them, or whose template renders them; None: the model that the config names.
+        adapters: those that read turns; none: all that there are.
+        exact_only: leave out what has turns without tokens or logprobs.
+
+    Raises:
+        ConfigError: there is no such adapter.
+        ModelError: the model is not here, or renders no conversations.
+        DatasetError: nothing is left to import, with the reasons.
+    """
+    readers: list[Adapter] = [find("adapters", each) for each in adapters or names("adapters")]
+    left_out: Counter[str] = Counter()
+    read = [found for trace in traces_of(spans) if (found := _read(trace, readers, left_out)) is not None]
+    without = sum(not each.exact for each in read)
+    if exact_only:
+        left_out["turns without token ids or logprobs"] += without
+        read = [each for each in read if each.exact]
+    if not read:
+        raise _nothing(left_out)
+    if len(read) > MOST_EPISODES:
+        raise DatasetError(f"There are more than {MOST_EPISODES} episodes.", "Split the file, and import the parts.")
+    ref = ref or starting_policy(config.model.path, config.dataset.name)
+    folder = model_folder(ref.base, config.model.trust_remote_code)
+    settled = build(serve_config(config, name, {}).flat())
+    settled = settled.model_copy(update={"model": settle_chat(settled.model, folder)})
+    chat = load_chat(settled.model, folder)
+    _, words = context_and_vocabulary(folder, settled.model.trust_remote_code)
+    exact = exact_only or not without
+    weights = _weights(read)
+    episodes = list(_episodes(read, chat, words, exact, weights, left_out))
+    if not episodes:
+        raise _nothing(left_out)
+    if exact:
+        _check_spelling(episodes, ref.base)
+    told = _submission(db, settled, ref, episodes, weights, exact)
+    return PreparedImport(told, episodes, exact, 0 if exact_only else without, {k: n for k, n in left_out.items() if n})
+
+
+def _nothing(left_out: Mapping[str, int]) -> DatasetError:
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items() if count)
+    said = f"No trace is left to import ({reasons})." if reasons else "There is no trace to import: the file has no span."
+    return DatasetError(said, f"The adapters are {', '.join(names('adapters'))}; one of your own: --adapter module:name.")
+
+
+def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _Read | None:
+    found = _Read(trace)
+    for span in trace.spans:
+        try:
+            turn = next((turn for reader in readers if (turn := reader.turn(span)) is not None), None)
+        except ValueError as error:
+            left_out[f"a turn cannot be read: {str(error)[:200]}"] += 1
+            return None
+        if turn is not None:
+            found.turns.append((span, turn))
+            continue
+        try:
+            found.said += [(span, each) for each in annotations_of_span(span)]
+        except ValueError as error:
+            if span_names.KINDS.get(span.name) == "reward":
+                left_out[f"a reward cannot be read: {str(error)[:200]}"] += 1
+                return None
+            left_out_span = Annotation(f"span:{span.span_id}", "span", span.name[:128], {"left_out": str(error)[:200]})
+            found.said.append((span, left_out_span))
+    if not found.turns:
+        left_out["no turn of a model"] += 1
+        return None
+    if len(found.turns) > MOST_TURNS or len(found.said) > MOST_OF_ATTEMPT:
+        left_out[f"more than {MOST_TURNS} turns or {MOST_OF_ATTEMPT} other spans"] += 1
+        return None
+    return found
+
+
+def _weights(read: Sequence[_Read]) -> dict[str, float]:
+    """Name of each reward -> its weight: 1 of what is the first of its span, 0 of the others."""
+    rewards = [each for one in read for _, each in one.said if each.kind == "reward"]
+    first = {each.name for each in rewards if each.id.endswith(":0")}
+    return {name: float(name in first) for name in dict.fromkeys(each.name for each in rewards)}
+
+
+def _episodes(
+    read: Sequence[_Read], chat: Chat, words: int, exact: bool, weights: Mapping[str, float], left_out: Counter[str]
+) -> Iterator[ImportedEpisode]:
+    for each in read:
+        try:
+            seconds = [span.seconds for span, _ in each.turns]
+            steps = traced_steps([turn for _, turn in each.turns], seconds, chat, words, exact)
+        except (ValueError, ModelError) as error:
+            left_out[str(error)[:200]] += 1
+            continue
+        yield _episode(each, steps, weights)
+
+
+def _episode(read: _Read, steps: Sequence[TracedStep], weights: Mapping[str, float]) -> ImportedEpisode:
+    trace, said = read.trace, _placed(read)
+    rewards = {name: _whole(value) for name, value in rewards_of(said, len(steps)).items()}
+    last, error = steps[-1].step, trace.error
+    ended: StopReason = "agent_error" if error is not None else "max_tokens" if last.finish_reason == "length" else "answered"
+    began, finished = trace.spans[0].start, max(span.end for span in trace.spans)
+    return ImportedEpisode(
+        key=trace.key[:200],
+        task=_task(trace, read.turns[0][1]),
+        steps=[ImportedStep(each.step, each.text, each.tools, each.shared_messages, each.shown) for each in steps],
+        rewards=rewards,
+        reward=sum(weights[name] * value for name, value in rewards.items()),
+        stop_reason=ended,
+        answer="" if last.message.tool_calls else last.message.content,
+        error="" if error is None else error[:2000],
+        annotations=said,
+        started_at=_moment(began),
+        finished_at=_moment(finished) if finished >= began else None,
+    )
+
+
+def _whole(value: float | tuple[float, ...]) -> float:
+    return value if isinstance(value, float) else sum(value)
+
+
+def _placed(read: _Read) -> list[Annotation]:
+    """What was said, each tied to the newest turn that had begun; ids that stand twice have their trace before them."""
+    starts = [span.start for span, _ in read.turns]
+    found: dict[str, Annotation] = {}
+    for span, each in read.said:
+        step = sum(start <= span.start for start in starts) - 1
+        if each.id in found:
+            each = replace(each, id=each.id.replace("span:", f"span:{span.trace_id}", 1)[:64])
+        found[each.id] = replace(each, step=step if step >= 0 else None)
+    return list(found.values())
+
+
+def _task(trace: Trace, first: Turn) -> Task:
+    """The task: the messages of the first request, under the key that the trace names, else under their hash."""
+    told = json.dumps([(message.role, message.content) for message in first.messages])
+    key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    return Task(key, first.messages, trace.told(span_names.REFERENCE))
+
+
+def _moment(nanoseconds: int) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(nanoseconds / 1e9, UTC) if nanoseconds else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
+    """Refuses tokens of another model: none of the turns with words reads in this one as the trace says."""
+    told = [(step.text, step.step.message.content.strip()) for each in episodes for step in each.steps]
+    worded = [(text, content) for text, content in told if content]
+    if worded and not any(content in text for text, content in worded):
+        text, content = worded[0]
+        raise ModelError(
+            f"The tokens are none of {base!r}'s: what was {content[:60]!r} reads {text[:60]!r}.",
+            "Name the model that sampled them: --policy MODEL",
+        )
+
+
+def _submission(
+    db: Database | None,
+    config: RunConfig,
+    ref: PolicyRef,
+    episodes: Sequence[ImportedEpisode],
+    weights: Mapping[str, float],
+    exact: bool,
+) -> Submission:
+    told: dict[str, Any] = {EXACT: exact}
+    unnamed = Submission(
+        name="",
+        kind="import",
+        config=config.model_dump(mode="json"),
+        manifest=manifest(config) | told,
+        policy=replace(ref, version=0),
+        tasks=list({each.task.content_hash: each.task for each in episodes}.values()),
+        dataset="",
+        seed=config.seed,
+        epochs=1,
+        tasks_per_iteration=1,
+        group_size=1,
+        weights=weights,
+        code_hash=Experiment(config).scoring_hash(),
+        stem="" if config.name else STEM,
+    )
+    free = planning.find_free_name(db, STEM) if db is not None else f"{STEM}-1"
+    return unnamed.with_name(config.name or free)

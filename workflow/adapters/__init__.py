@@ -1,0 +1,162 @@
+"""Adapters: each file here reads the turns of a model from spans, by the names of one convention, see `Adapter`.
+
+What stands in them is a stranger's: texts, calls and tokens are bounded and checked here, for all conventions alike.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from agentrl.workflow.annotations import MOST_DEPTH, is_deep
+from agentrl.workflow.call_json import read_arguments
+from agentrl.workflow.spans import Span, span_names
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.trajectory import FinishReason, Message, Role, ToolCall
+
+ROLES: Mapping[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "model": "assistant"}
+MOST_TEXT = 4_000_000
+"""Characters of all messages of a turn: a conversation that any model could read is shorter."""
+MOST_MESSAGES = 10_000
+MOST_TOKENS = 1_000_000
+LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a model, as a span tells it.
+
+    Args:
+        messages: of its request, the whole history.
+        said: what the model answered.
+        tools: the tools that were offered, as chat APIs write them.
+        prompt_ids, sampled_ids: exact tokens; empty where the span has none.
+        logprobs: of the sampled tokens, natural logarithms; empty where the span has none.
+    """
+
+    messages: tuple[Message, ...]
+    said: Message
+    tools: tuple[Schema, ...] = ()
+    finish_reason: FinishReason = "stop"
+    prompt_ids: tuple[int, ...] = ()
+    sampled_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether its tokens and their logprobs are known."""
+        return bool(self.prompt_ids and self.sampled_ids) and len(self.logprobs) == len(self.sampled_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One convention of writing a model's turns into spans.
+
+    Args:
+        name: the file's name.
+        turn: reads a span: its turn, or None where it is of something else. ValueError: it makes no sense.
+    """
+
+    name: str
+    turn: Callable[[Span], Turn | None]
+
+
+def make_turn(
+    span: Span, messages: Sequence[Message], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
+) -> Turn:
+    """The turn with the tokens that the span has, checked.
+
+    Raises:
+        ValueError: it makes no sense, and why.
+    """
+    told = tuple(_named_results(messages))
+    if not told or len(told) > MOST_MESSAGES:
+        raise ValueError(f"a turn has 1 to {MOST_MESSAGES} messages before it")
+    if sum(len(each.content) + len(each.thought) for each in (*told, said)) > MOST_TEXT:
+        raise ValueError(f"the messages of a turn have at most {MOST_TEXT} characters")
+    prompt_ids, sampled_ids = (_ids(span, names) for names in (span_names.PROMPT_IDS, span_names.SAMPLED_IDS))
+    ended: FinishReason = "length" if finish_reason in ("length", "max_tokens") else "stop"
+    return Turn(told, said, tuple(tools), ended, prompt_ids, sampled_ids, _logprobs(span, len(sampled_ids)))
+
+
+def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
+    """A message.
+
+    Raises:
+        ValueError: its role is none.
+    """
+    known = ROLES.get(role) if isinstance(role, str) else None
+    if known is None:
+        raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
+    return Message(known, content, thought, tuple(calls) if known == "assistant" else (), name if known == "tool" else "")
+
+
+def make_call(name: Any, arguments: Any) -> ToolCall:
+    """A call; one whose arguments cannot be read says so itself."""
+    told = parsed(arguments) or {}
+    return read_arguments(name if isinstance(name, str) else "", dict(told) if isinstance(told, Mapping) else told)
+
+
+def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
+    """A tool, as chat APIs write it."""
+    told = parsed(parameters)
+    shape = told if isinstance(told, Mapping) else {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": str(name), "description": str(description or ""), "parameters": shape}}
+
+
+def parsed(value: Any) -> Any:
+    """A value that may be written as JSON; a text that is none stays.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
+    if isinstance(value, str) and len(value) <= MOST_TEXT:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if is_deep(value, MOST_DEPTH):
+        raise ValueError(f"objects and lists stand in one another in more than {MOST_DEPTH} levels")
+    return value
+
+
+def _named_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages; a tool's result without a name has that of the call that it answers, the next one without a result."""
+    found: list[Message] = []
+    waiting: list[str] = []
+    for each in messages:
+        if each.role == "assistant":
+            waiting = [call.name for call in each.tool_calls]
+        elif each.role == "tool":
+            name = waiting.pop(0) if waiting else ""
+            each = each if each.name else Message("tool", each.content, name=name)
+        found.append(each)
+    return found
+
+
+def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
+    """The token ids under the first of these names; those of the first answer, where there is a list of answers."""
+    value = next((parsed(span.attributes[name]) for name in names if name in span.attributes), None)
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        value = value[0]
+    if value is None or value == []:
+        return ()
+    if (
+        not isinstance(value, list)
+        or len(value) > MOST_TOKENS
+        or not all(type(each) is int and 0 <= each <= LARGEST_ID for each in value)
+    ):
+        raise ValueError(f"token ids are a list of at most {MOST_TOKENS} whole numbers from 0")
+    return tuple(value)
+
+
+def _logprobs(span: Span, count: int) -> tuple[float, ...]:
+    value = parsed(span.attributes.get(span_names.LOGPROBS))
+    if not isinstance(value, list) or not count:
+        return ()
+    found: list[Any] = [each.get("logprob") if isinstance(each, Mapping) else each for each in value]
+    if len(found) != count:
+        return ()
+    if not all(type(each) in (int, float) and math.isfinite(each) and each <= 0 for each in found):
+        raise ValueError("a token's logprob is a finite number up to 0")
+    return tuple(map(float, found))

@@ -1,0 +1,155 @@
+"""Runs of the kind `import`: episodes that were sampled elsewhere, written with all they have in one transaction.
+
+Each task is a group, so that its episodes share a baseline. The run is over as soon as it is there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.annotations import Annotation
+from agentrl.workflow.errors import ConflictError
+from agentrl.workflow.store.agent_steps import CallStep, insert_calls
+from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.store.episode_annotations import insert_annotations
+from agentrl.workflow.store.planning import Submission, insert_submission, log
+from agentrl.workflow.store.rollout_claims import Fence, Outcome, end_episodes
+from agentrl.workflow.store.steps import CallRecord, SampledStep
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.trajectory import Step, StopReason, Task
+
+EXACT = "exact_tokens"
+"""Where a run's manifest says whether its tokens and logprobs are its sampler's own."""
+ATTEMPT = 0
+_RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedStep:
+    """A step, what was sampled in readable form, the tools that were offered, and as in `CallStep` what its prompt shows."""
+
+    step: Step
+    text: str
+    tools: Sequence[Schema] = ()
+    shared_messages: int = 0
+    shown: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ImportedEpisode:
+    """An episode as it is written.
+
+    Args:
+        key: what it was called where it comes from.
+        rewards: name -> value; `reward` is their weighted sum.
+        answer: what is its final answer.
+        started_at, finished_at: None where nobody knows.
+    """
+
+    key: str
+    task: Task
+    steps: Sequence[ImportedStep]
+    rewards: Mapping[str, float]
+    reward: float
+    stop_reason: StopReason
+    answer: str = ""
+    error: str = ""
+    annotations: Sequence[Annotation] = ()
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+
+@transaction
+def write_import(tx: Connection, submission: Submission, episodes: Sequence[ImportedEpisode]) -> str:
+    """Writes the run with all its episodes; returns its name.
+
+    Raises:
+        ConflictError: a run of that name exists.
+    """
+    made = insert_submission(tx, submission)
+    if not made.created:
+        raise ConflictError(f"A run called {made.name!r} exists.", "Choose another --name, or leave it out.")
+    by_task: dict[str, list[ImportedEpisode]] = {}
+    for episode in episodes:
+        by_task.setdefault(episode.task.content_hash, []).append(episode)
+    iteration = tx.execute(select(_ITERATIONS.id, _ITERATIONS.policy_id).where(_ITERATIONS.run_id == made.id)).one()
+    sets = schema.reward_sets.c
+    reward_set = int(tx.execute(select(sets.id).where(sets.run_id == made.id)).scalar_one())
+    for slot, siblings in enumerate(by_task.values()):
+        task = select(schema.tasks.c.id).where(schema.tasks.c.content_hash == siblings[0].task.content_hash)
+        of_run = {"run_id": made.id, "iteration_id": iteration.id, "task_id": tx.execute(task).scalar_one()}
+        values = {**of_run, "slot": slot, "kind": "import", "status": "running", "attempt": ATTEMPT}
+        fence = Fence(tx.execute(schema.groups.insert().values(values).returning(_GROUPS.id)).scalar_one(), ATTEMPT)
+        numbers = _write_group(tx, fence, of_run, siblings, made.name, iteration.policy_id)
+        ended = [_outcome(number, each) for number, each in zip(numbers, siblings, strict=True)]
+        end_episodes(tx, fence, ended, reward_set, submission.weights)
+        for number, each in zip(numbers, siblings, strict=True):
+            _set_times(tx, number, each)
+    _end(tx, made.id, iteration.id, len(episodes))
+    return made.name
+
+
+def _write_group(
+    tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
+) -> list[int]:
+    """The numbers of the group's episodes, whose steps and annotations are there, and which are not over yet."""
+    numbers: list[int] = []
+    for sample, _ in enumerate(siblings):
+        values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}
+        numbers.append(tx.execute(schema.episodes.insert().values(values).returning(_EPISODES.id)).scalar_one())
+    records = [
+        _record(number, each, step, policy) for number, each in zip(numbers, siblings, strict=True) for step in each.steps
+    ]
+    insert_calls(tx, fence, records)
+    for number, each in zip(numbers, siblings, strict=True):
+        if each.annotations:
+            insert_annotations(tx, number, ATTEMPT, None, run, each.annotations)
+    return numbers
+
+
+def _record(number: int, episode: ImportedEpisode, made: ImportedStep, policy: int) -> CallStep:
+    step = made.step
+    calls = tuple(CallRecord(call, "none", None) for call in step.message.tool_calls)
+    return CallStep(
+        sampled=SampledStep(number, step, policy, made.text, calls),
+        request_id=f"import:{step.index}",
+        request_hash="",
+        asked={"trace": episode.key} if step.index == 0 else {},
+        tools=made.tools,
+        shared_messages=made.shared_messages,
+        shown=made.shown,
+    )
+
+
+def _outcome(number: int, episode: ImportedEpisode) -> Outcome:
+    return Outcome(
+        number,
+        "done",
+        episode.stop_reason,
+        episode.reward,
+        dict(episode.rewards),
+        episode.answer,
+        "agent_error" if episode.error else "",
+        episode.error,
+        of_agent=True,
+    )
+
+
+def _set_times(tx: Connection, number: int, episode: ImportedEpisode) -> None:
+    if episode.started_at and episode.finished_at:
+        times = {"started_at": episode.started_at, "finished_at": episode.finished_at}
+        tx.execute(update(schema.episodes).where(_EPISODES.id == number).values(times))
+
+
+def _end(tx: Connection, run: int, iteration: int, episodes: int) -> None:
+    now = datetime.now(UTC)
+    summed = ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")
+    mine = select(func.avg(_EPISODES.reward).label("mean_reward"), *(func.sum(_EPISODES[name]).label(name) for name in summed))
+    sums = dict(tx.execute(mine.where(_EPISODES.iteration_id == iteration)).mappings().one())
+    over = {"status": "done", "episodes": episodes, "trainable": episodes, "started_at": now, "rolled_out_at": now}
+    tx.execute(update(schema.iterations).where(_ITERATIONS.id == iteration).values(**over, finished_at=now, **sums))
+    tx.execute(update(schema.runs).where(_RUNS.id == run).values(status="done", started_at=now, finished_at=now))
+    log(tx, run, "done", detail=f"{episodes} episodes imported")
