@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.workflow.adapters import MOST_MESSAGES, Adapter, Turn, make_call, make_message, make_schema, make_turn, parsed
-from agentrl.workflow.spans import Span
+from agentrl.workflow.spans import Span, span_names
+from agentrl.workflow.spans.span_names import COMPLETION, FUNCTIONS, PROMPT
 from agentrl.workflow.trajectory import Message
 
-_NUMBERED = re.compile(r"(gen_ai\.prompt|gen_ai\.completion|llm\.request\.functions)\.(\d{1,5})\.(.{1,200})")
-_CALL = re.compile(r"tool_calls\.(\d{1,3})\.(id|name|arguments)")
-PROMPT, COMPLETION, FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
+_NUMBERED, _CALL = re.compile(span_names.NUMBERED), re.compile(span_names.NUMBERED_CALL)
 
 
 def _turn(span: Span) -> Turn | None:

@@ -6,28 +6,24 @@ from typing import Any
 
 from agentrl.workflow.adapters import Adapter, Turn, make_call, make_message, make_schema, make_turn, parsed
 from agentrl.workflow.spans import Span
+from agentrl.workflow.spans import span_names as names
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
 
-INPUT, OUTPUT, SYSTEM = "gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions"
-TOOLS, ENDINGS = "gen_ai.tool.definitions", "gen_ai.response.finish_reasons"
-RESULT = ("response", "result", "content")
-"""Where a part has what came of a call; the first is the convention's."""
-
 
 def _turn(span: Span) -> Turn | None:
-    if INPUT not in span.attributes or OUTPUT not in span.attributes:
+    if names.GEN_AI_INPUT not in span.attributes or names.GEN_AI_OUTPUT not in span.attributes:
         return None
-    told, said = (parsed(span.attributes[name]) for name in (INPUT, OUTPUT))
+    told, said = (parsed(span.attributes[name]) for name in (names.GEN_AI_INPUT, names.GEN_AI_OUTPUT))
     if not isinstance(told, list) or not isinstance(said, list) or not said:
-        raise ValueError(f"{INPUT} and {OUTPUT} are lists of messages")
-    system = parsed(span.attributes.get(SYSTEM)) or []
+        raise ValueError(f"{names.GEN_AI_INPUT} and {names.GEN_AI_OUTPUT} are lists of messages")
+    system = parsed(span.attributes.get(names.GEN_AI_SYSTEM)) or []
     before = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
     messages = [message for each in [*before, *told] for message in _messages(each)]
     answers = _messages(said[0])
     if len(answers) != 1 or answers[0].role != "assistant":
-        raise ValueError(f"the first of {OUTPUT} is an assistant's message")
-    endings = parsed(span.attributes.get(ENDINGS))
+        raise ValueError(f"the first of {names.GEN_AI_OUTPUT} is an assistant's message")
+    endings = parsed(span.attributes.get(names.GEN_AI_ENDINGS))
     ending = said[0].get("finish_reason") or (endings[0] if isinstance(endings, list) and endings else "stop")
     return make_turn(span, messages, answers[0], _tools(span), str(ending))
 
@@ -48,7 +44,7 @@ def _messages(each: Any) -> list[Message]:
         elif kind == "tool_call":
             calls.append(make_call(part.get("name"), part.get("arguments")))
         elif kind == "tool_call_response":
-            results.append(_text(next((part[name] for name in RESULT if name in part), "")))
+            results.append(_text(next((part[name] for name in names.GEN_AI_RESULT if name in part), "")))
         else:
             raise ValueError(f"a part of the type {str(kind)[:40]!r} is not known: text, reasoning and calls are")
     if each.get("role") == "tool" and not results:
@@ -63,7 +59,7 @@ def _text(value: Any) -> str:
 
 
 def _tools(span: Span) -> list[Schema]:
-    told = parsed(span.attributes.get(TOOLS))
+    told = parsed(span.attributes.get(names.GEN_AI_TOOLS))
     found = [each.get("function", each) for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
     return [make_schema(each.get("name"), each.get("description"), each.get("parameters")) for each in found]
 
