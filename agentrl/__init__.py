@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentrl.api.run_trainer import Trainer
     from agentrl.api.store import Store
     from agentrl.api.store import open_store as open
+    from agentrl.workflow.adapters import Adapter, Turn
     from agentrl.workflow.agents import LLM, AgentTask, Answer
     from agentrl.workflow.agents.classes import Agent
     from agentrl.workflow.algorithms import Algorithm
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from agentrl.workflow.hooks import Hook, LoggingHook
     from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
     from agentrl.workflow.resources import Prompt
+    from agentrl.workflow.spans import Span
     from agentrl.workflow.tools import Tool
-    from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task
+    from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task, ToolCall
 
 if not (Path(__file__).parent / "workflow").is_dir():
     raise ImportError(
@@ -48,6 +50,7 @@ __all__ = [
     "GRPO",
     "LLM",
     "PPO",
+    "Adapter",
     "Agent",
     "AgentRLError",
     "AgentTask",
@@ -69,6 +72,7 @@ __all__ = [
     "RolloutWorker",
     "Rows",
     "Run",
+    "Span",
     "Step",
     "Store",
     "StoredEpisode",
@@ -76,7 +80,9 @@ __all__ = [
     "Table",
     "Task",
     "Tool",
+    "ToolCall",
     "Trainer",
+    "Turn",
     "emit_annotation",
     "emit_exception",
     "emit_message",
@@ -96,6 +102,7 @@ _PLACES = {
     "agentrl.api.run": ("Run", "StoredPolicy"),
     "agentrl.api.store": ("Store", "open"),
     "agentrl.api.run_trainer": ("Trainer",),
+    "agentrl.workflow.adapters": ("Adapter", "Turn"),
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),
     "agentrl.workflow.agents.classes": ("Agent",),
     "agentrl.workflow.algorithms": ("Algorithm",),
@@ -105,9 +112,10 @@ _PLACES = {
     "agentrl.workflow.errors": ("AgentRLError",),
     "agentrl.workflow.hooks": ("Hook", "LoggingHook"),
     "agentrl.workflow.inference.open_policy": ("OpenPolicy", "open_policy"),
+    "agentrl.workflow.spans": ("Span",),
     "agentrl.workflow.tools": ("Tool",),
     "agentrl.workflow.resources": ("Prompt",),
-    "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task"),
+    "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task", "ToolCall"),
 }
 """Where what is public is made."""
 _ELSEWHERE = {

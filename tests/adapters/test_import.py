@@ -14,7 +14,6 @@ from sqlalchemy.exc import IntegrityError
 from agentrl.cli.main import main
 from agentrl.workers.requests.import_request import prepare_import
 from agentrl.workers.requests.stored_groups import prepare_stored
-from agentrl.workflow.adapters import Adapter, Turn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import build
 from agentrl.workflow.models.loading import load_tokenizer
@@ -26,6 +25,7 @@ from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.trajectory import Message
 from tests.faults.test_mending import a_worker, do_jobs
+from tests.project.documents import DOCS, between
 from tests.support.played_runs import value, values
 from tests.support.small_models import tiny_calling
 from tests.support.traces import ANSWER, ASKED, CALL, TOOLS, document, flat, parts, reward, rollout, span, write
@@ -186,21 +186,18 @@ def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_token
     assert value(db, "SELECT count(*) FROM runs") == 1
 
 
-def shouted(one: Span) -> Turn | None:
-    """The turns of a convention of one's own."""
-    said = one.attributes.get("shout")
-    return Turn((ASKED,), Message("assistant", str(said))) if said else None
-
-
-loud = Adapter("loud", shouted)
-
-
-def test_an_adapter_of_ones_own_reads_what_only_it_knows(
-    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_adapter_shown_reads_what_only_it_knows(
+    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write(tmp_path / "t.jsonl", [span(1, "x", {"shout": "FIVE"})])
-    told(capsys, "import", "otlp", file, "--policy", model, "--adapter", f"{__name__}:loud")
+    (code,) = between(DOCS / "how-to.md", "adapter", "python")
+    (tmp_path / "my_adapter.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = write(tmp_path / "t.jsonl", [span(1, "ask", {"question": "2+3?", "said": "FIVE"})])
+    told(capsys, "import", "otlp", file, "--policy", model, "--adapter", "my_adapter:loud")
     assert value(db, "SELECT final_answer FROM v_episodes") == "FIVE"
+    broken = write(tmp_path / "u.jsonl", [span(1, "ask", {})])
+    refused = told(capsys, "import", "otlp", broken, "--policy", model, "--adapter", "my_adapter:loud", code=2)
+    assert "1: the adapter loud raised KeyError: 'question'" in refused
 
 
 def test_an_import_is_written_whole_on_both_databases(database: Database, model: Path, chat: Chat) -> None:

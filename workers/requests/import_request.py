@@ -125,9 +125,9 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
     found = _Read(trace)
     for span in trace.spans:
         try:
-            turn = next((turn for reader in readers if (turn := reader.turn(span)) is not None), None)
+            turn = next((turn for reader in readers if (turn := _turn(reader, span)) is not None), None)
         except ValueError as error:
-            left_out[f"a turn cannot be read: {str(error)[:200]}"] += 1
+            left_out[str(error)[:250]] += 1
             return None
         if turn is not None:
             found.turns.append((span, turn))
@@ -147,6 +147,15 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
         left_out[f"more than {MOST_TURNS} turns or {MOST_OF_ATTEMPT} other spans"] += 1
         return None
     return found
+
+
+def _turn(reader: Adapter, span: Span) -> Turn | None:
+    try:
+        return reader.turn(span)
+    except ValueError as error:
+        raise ValueError(f"a turn cannot be read: {error}") from None
+    except Exception as error:
+        raise ValueError(f"the adapter {reader.name} raised {type(error).__name__}: {error}") from error
 
 
 def _weights(read: Sequence[_Read]) -> dict[str, float]:
