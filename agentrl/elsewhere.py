@@ -44,7 +44,7 @@ _SAID = {
     "Span get_message_value get_object_value": "what was emitted, and spans that were sent, are run.episode(ID).annotations",
     "Triplet": "run.episode(ID).value.steps have prompt_ids, sampled_ids and logprobs",
     "Attempt AttemptedRollout RolloutConfig": (
-        "an episode is tried again by itself where its worker is lost; agent={'timeout_seconds': 60} is its time"
+        "what the system loses is tried again, max_attempts=3; agentrl.Trainer(agent={'timeout_seconds': 60}) bounds a try"
     ),
     "build_component": "pass the object, its class, or its path",
     "lightning_cli": 'write options into a file: agentrl.Trainer(config="run.yaml"), or agentrl submit --config run.yaml',

@@ -42,7 +42,8 @@ class Trainer:
     Args:
         algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
         agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, a class, its path, or
-            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env.
+            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env. A
+            mapping is the section of the config, `{"timeout_seconds": 3600}`.
         model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
         env: what the built-in loop acts in, and what rewards it: a name, a path, an `Env`, its class; None: the dataset's own.
         rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
@@ -91,6 +92,8 @@ class Trainer:
             self._keys |= algorithm.keys(self._place.settings)
             self._algorithm = None
         self._keys |= keys_of(options)
+        if isinstance(agent, Mapping):
+            self._keys, self._agent = self._keys | keys_of({"agent": agent}), None
         if model is not None:
             self._keys["model.path"] = str(model)
         self._attached: str | None = None
