@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl import old_names
+from agentrl import elsewhere, old_names
 
 if TYPE_CHECKING:
     from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
@@ -118,31 +118,15 @@ _PLACES = {
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task", "ToolCall"),
 }
 """Where what is public is made."""
-_ELSEWHERE = {
-    "LitAgent": "derive agentrl.Agent, and write rollout(self, task, llm)",
-    "LLMProxy": "an agent is given llm.base_url, llm.api_key and llm.model",
-    "InMemoryLightningStore": "pass store=agentrl.InMemoryStore()",
-    "LightningStore": "pass store= a folder or a URL; agentrl.open(store) reads it",
-    "MiniGRPO": "write agentrl.GRPO(model, tokenizer)",
-    "PPOTrainer": "write agentrl.GRPOTrainer(policy, 'ppo')",
-    "TrajectoryBuffer": "keep episodes in a list, which GRPOTrainer.update takes",
-    "BasePolicy": "agentrl.open_policy(model) has generate, stream and forward",
-    "AgentEnv": "derive agentrl.Env: reset, step and final_reward",
-    "CodeExecEnv": 'name env="code", or write agentrl.Env(tools=("python",), rewards={...})',
-    "ToolRegistry": "an env has its tools: agentrl.Env(tools=(tool, ...))",
-    "BaseTool": "write agentrl.Tool(function): its name, docstring and types are what the model is told",
-    "CodeExecTool": 'the tool "python" runs code in the sandbox: agentrl.Env(tools=("python",))',
-    "ToolCallingAgent": "agentrl.RolloutWorker(policy, env).run_episode(task) is the loop of turns and calls",
-}
-"""What other frameworks call by these names, and what to write here."""
 
 old_names.install()
+elsewhere.install()
 
 
 def __getattr__(name: str) -> Any:
     place = next((module for module, names in _PLACES.items() if name in names), None)
     if place is None:
-        way = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        way = f": {elsewhere.WAYS[name]}" if name in elsewhere.WAYS else ""
         raise AttributeError(f"module 'agentrl' has no attribute {name!r}{way}")
     found = globals()[name] = getattr(import_module(place), "open_store" if name == "open" else name)
     return found

@@ -46,7 +46,9 @@ def places(text: str) -> frozenset[str]:
 
 def fault_of(text: Any, before: str | None = None) -> str:
     """Why that is no text of a run, or cannot take the place of the one `before`; empty if it can."""
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        return f"it is of type {type(text).__name__:.100}"
+    if not text.strip():
         return "it is empty"
     if len(text) > LONGEST:
         return f"it has {len(text)} characters, and {LONGEST} are the most"

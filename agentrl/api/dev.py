@@ -40,6 +40,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook, parts_told
 from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
 from agentrl.workflow.plugins import find
+from agentrl.workflow.resources import Prompt
 from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.runtime.shown_text import cell, clean
@@ -130,7 +131,8 @@ class Trial:
         result, failed = AgentResult(), False
         with _environment(LLM(url, opened.key, model), opened.emit_key):
             try:
-                result = read_result(_called(as_function(self.agent), _as_agents_see(task), LLM(url, opened.key, model)))
+                seen = _as_agents_see(task, self.config.resources)
+                result = read_result(_called(as_function(self.agent), seen, LLM(url, opened.key, model)))
             except Exception as error:  # noqa: BLE001 - a person's agent, whose error is shown
                 _print("".join(traceback.format_exception(error.with_traceback(_from_agent(error)))))
                 failed = True
@@ -199,9 +201,9 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _as_agents_see(task: Task) -> AgentTask:
+def _as_agents_see(task: Task, texts: Mapping[str, str]) -> AgentTask:
     messages = [{"role": message.role, "content": message.content} for message in task.messages]
-    return AgentTask(task.key, messages, dict(task.metadata), None, True)
+    return AgentTask(task.key, messages, dict(task.metadata), None, True, {name: Prompt(text) for name, text in texts.items()})
 
 
 @contextmanager

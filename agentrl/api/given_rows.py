@@ -47,6 +47,12 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
     return str(file)
 
 
+def has_references(file: Path) -> bool:
+    """Whether one of the rows that were written has an answer to be judged by."""
+    with file.open(encoding="utf-8") as lines:
+        return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
+
+
 def _rows(dataset: Any) -> Iterable[Any]:
     if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame
         return list(dataset.to_dict("records"))

@@ -1,8 +1,9 @@
 """Options that a person passes as keywords, as keys of a run's config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
+from agentrl import elsewhere
 from agentrl.workflow.config import KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.resolve import FLAGS
@@ -31,6 +32,14 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in leaves:
             raise ConfigError(f"The option {name!r} is several: {', '.join(leaves[name])}.", "Write it in full.")
         else:
-            near = did_you_mean(name[:100], [*KEYS, *FLAGS, *leaves])
-            raise ConfigError(f"There is no option {name!r:.100}.", near)
+            raise ConfigError(f"There is no option {name!r:.100}.", _way(name, {*KEYS, *FLAGS, *leaves}))
     return found
+
+
+def _way(name: str, known: Set[str]) -> str:
+    """What to write in place of an option that there is none of."""
+    if name in elsewhere.OPTIONS:
+        way = elsewhere.OPTIONS[name]
+        return f"{way[:1].upper()}{way[1:]}."
+    near = did_you_mean(name[:100], known)
+    return near if near.startswith("Did") else "`agentrl config show` lists them."

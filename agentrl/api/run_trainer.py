@@ -42,11 +42,13 @@ class Trainer:
     Args:
         algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
         agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, a class, its path, or
-            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env.
+            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env. A
+            mapping is the section of the config, `{"timeout_seconds": 3600}`.
         model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
         env: what the built-in loop acts in, and what rewards it: a name, a path, an `Env`, its class; None: the dataset's own.
         rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
-            rows then have the env "plain" where none is named, and what another gives counts only where it is named.
+            rows then have the env "plain" where none is named, and what another gives counts only where it is named. Where an
+            agent works on rows that have no answer, what it returns is their reward.
         hooks: `Hook` objects, classes or paths.
         store: where its rows are: a data folder, a SQLite file, a URL, a `Store`; None: where the commands' are.
         strategy: "processes": workers of this machine, started where none run; "threads": workers that are threads of this
@@ -90,6 +92,8 @@ class Trainer:
             self._keys |= algorithm.keys(self._place.settings)
             self._algorithm = None
         self._keys |= keys_of(options)
+        if isinstance(agent, Mapping):
+            self._keys, self._agent = self._keys | keys_of({"agent": agent}), None
         if model is not None:
             self._keys["model.path"] = str(model)
         self._attached: str | None = None
@@ -191,9 +195,10 @@ class Trainer:
         if hooks := [self._path(hook, f"hook_{number}") for number, hook in enumerate(_listed(self._hooks))]:
             keys["hooks"] = [*keys.get("hooks", ()), *hooks]
         weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
+        if "env" not in keys and str(keys.get("dataset.name", "")).endswith(".jsonl"):
+            # what an agent returns is all that can score rows without references
+            keys |= {"env": PLAIN} if weights or (agent is not None and _are_unanswered(train_dataset, keys)) else {}
         if weights:
-            if "env" not in keys and str(keys.get("dataset.name", "")).endswith(".jsonl"):
-                keys["env"] = PLAIN
             keys["rewards"] = self._unnamed_rewards(keys) | dict(keys.get("rewards", {})) | weights
         return keys
 
@@ -343,6 +348,11 @@ def _made(env: Any) -> Any:
     except Exception as error:
         said = f"The env {env.__name__!r} cannot be made without arguments: {type(error).__name__}: {error}."
         raise ConfigError(said, "Pass an object of it.") from error
+
+
+def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
+    """Whether the tasks are rows that were passed, none of which says what is right."""
+    return not isinstance(train, str | Path) and train is not None and not given_rows.has_references(Path(keys["dataset.name"]))
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:

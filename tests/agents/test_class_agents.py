@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from agentrl.workers.requests.agent_request import check_function
 from agentrl.workflow.agents import LLM, AgentTask, Answer, read_result
 from agentrl.workflow.agents.classes import Agent, as_function
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.resources import Prompt
 from agentrl.workflow.trajectory import Rollout
 from tests.agents.test_processes import order
 
@@ -133,9 +134,72 @@ def test_a_class_that_cannot_be_rolled_out_is_refused_with_what_to_write(agent: 
         check_function("mine:it", agent)
 
 
-def test_a_function_is_an_agent_as_it_is() -> None:
-    solve: Callable[..., Any] = read_result
+def test_a_function_of_a_task_and_a_model_is_an_agent_as_it_is() -> None:
+    def solve(task: AgentTask, llm: LLM) -> float:
+        return 1.0
+
     assert as_function(solve) is solve
+
+
+def one_text(task: AgentTask, prompt_template: Prompt) -> str:
+    """Takes a text, and no model."""
+    return prompt_template.format(question=task.input)
+
+
+def text_first(prompt_template: Prompt, llm: LLM, task: AgentTask, tries: int = 3) -> str:
+    """Takes everything, in an order of its own."""
+    return prompt_template.format(question=task.input) + llm.model + str(tries)
+
+
+def all_texts(task: AgentTask, resources: dict[str, Any]) -> str:
+    """Takes them all, and no model by itself."""
+    return str(resources["prompt_template"]) + resources["llm"].model
+
+
+def old(t: AgentTask, m: LLM, resources: dict[str, Any]) -> str:
+    """Names its task and its model as it likes."""
+    return t.input + m.model + resources["prompt_template"]
+
+
+class OneText(Agent):
+    """Takes a text."""
+
+    def rollout(self, task: AgentTask, prompt_template: Prompt) -> str:  # type: ignore[override]
+        """Fills it."""
+        return one_text(task, prompt_template)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (one_text, "Say Hi"),
+        (text_first, "Say Him3"),
+        (all_texts, "Say {question}m"),
+        (old, "HimSay {question}"),
+        (OneText, "Say Hi"),
+    ],
+)
+def test_an_agent_takes_a_text_of_the_run_by_its_name(agent: Any, said: str) -> None:
+    task = AgentTask("t/1", [{"role": "user", "content": "Hi"}], resources={"prompt_template": Prompt("Say {question}")})
+    assert as_function(agent)(task, LLM_HERE) == said
+    check_function("mine:it", agent, task.resources)
+
+
+def wants_more(task: AgentTask, prompt_template: Prompt, rollout: Any) -> None:
+    """Takes what there is not."""
+
+
+@pytest.mark.parametrize(
+    ("agent", "texts", "said"),
+    [
+        (one_text, ["prompt"], 'no text of the run is called so. Write resources={"prompt_template": '),
+        (one_text, [], "no text of the run is called so"),
+        (wants_more, ["prompt_template"], "missing a required argument: 'rollout'"),
+    ],
+)
+def test_an_agent_that_takes_what_no_run_has_is_refused(agent: Any, texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_function("mine:it", agent, texts)
 
 
 WRONG: dict[str, Any] = {"a text": "x", "NaN": float("nan"), "a list": [1.0], "too many": {str(n): 1.0 for n in range(65)}}

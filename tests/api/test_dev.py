@@ -144,3 +144,12 @@ def test_nothing_of_a_trial_is_kept(model: str, tmp_path: Path) -> None:
     trainer(model, rewards=[long], store=tmp_path / "home").dev(agent=lambda task, llm: "42", train_dataset=ROWS[:1])
     assert not (tmp_path / "home" / "agentrl.db").exists()
     assert EMIT_KEY not in os.environ
+
+
+def test_the_agent_is_given_the_runs_texts(model: str) -> None:
+    def solve(task: agentrl.AgentTask, llm: agentrl.LLM, resources: Any, prompt: agentrl.Prompt) -> str:
+        assert resources["prompt"] == prompt
+        return ask(llm, [{"role": "user", "content": prompt.format(question=task.input)}])
+
+    (episode,) = trainer(model, algorithm="apo", resources={"prompt": "So: {question}"}).dev(solve, ROWS[:1])
+    assert episode.steps[0].prompt[0].content == "So: What is 2 plus 1?"

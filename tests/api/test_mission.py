@@ -5,6 +5,7 @@ SFT, RL and a chat by command lines; an env, a tool and GRPO as a loop by hand; 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from agentrl import elsewhere
 from tests.support.small_models import tiny_calling, tiny_random
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +175,21 @@ def test_a_trainer_with_an_agent_a_hook_a_store_in_memory_and_runners(workplace:
 
 
 def test_a_name_of_another_framework_is_refused_with_the_way_to_go() -> None:
-    for name in agentrl._ELSEWHERE:
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}': "):
+    for name, way in elsewhere.WAYS.items():
+        assert not hasattr(agentrl, name)
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': {re.escape(way)}$"):
             getattr(agentrl, name)
+        with pytest.raises(ImportError, match=f"^agentrl has no {name}: {re.escape(way)}$"):
+            exec(f"from agentrl import Trainer, {name}", {})
+    with pytest.raises(ImportError, match=r"no module agentrl\.types: what is public is imported from agentrl itself"):
+        exec("from agentrl.types import PromptTemplate", {})
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'agentrl\.nothing'"):
+        exec("import agentrl.nothing", {})
+    for name, way in elsewhere.OPTIONS.items():
+        with pytest.raises(agentrl.AgentRLError, match=f"no option '{name}'. {way[0].upper()}{re.escape(way[1:])}"):
+            agentrl.Trainer("apo", **{name: 1})
+    with pytest.raises(agentrl.AgentRLError, match=r"no option 'zzz'. `agentrl config show` lists them.$"):
+        agentrl.Trainer(zzz=1)
     with pytest.raises(AttributeError, match=r"has no attribute 'Trainerr'$"):
         agentrl.Trainerr  # noqa: B018
     with pytest.raises(agentrl.AgentRLError, match="rows, beside a train_dataset"):

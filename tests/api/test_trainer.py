@@ -86,6 +86,25 @@ def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
     assert [task.reference for task in load_tasks(made.dataset).tasks] == ["1", "2", "3", "4"]
 
 
+def test_a_mapping_in_place_of_the_agent_is_its_section() -> None:
+    made = build(agentrl.Trainer(agent={"timeout_seconds": 5, "max_calls": 2}).config(solve, ROWS))
+    assert made.agent is not None
+    assert (made.agent.name, made.agent.timeout_seconds, made.agent.max_calls) == ("tests.api.test_trainer:solve", 5, 2)
+    with pytest.raises(ConfigError, match=r"agent\.seconds"):
+        build(agentrl.Trainer(agent={"seconds": 5}).config(solve, ROWS))
+
+
+def test_rows_without_answers_are_scored_by_what_their_agent_returns() -> None:
+    unanswered = [{"question": row["question"]} for row in ROWS]
+    for trainer, rows, env in (
+        (agentrl.Trainer(agent=solve), unanswered, "plain"),
+        (agentrl.Trainer(agent=solve), [*ROWS, *unanswered], None),
+        (agentrl.Trainer(agent=solve, env="arithmetic"), unanswered, "arithmetic"),
+        (agentrl.Trainer(), unanswered, None),
+    ):
+        assert build(trainer.config(train_dataset=rows)).env == env
+
+
 def test_rows_come_in_many_kinds_and_are_written_once() -> None:
     import datasets
     import pandas

@@ -167,7 +167,7 @@ def test_a_persons_own_package_may_lie_beside_ours(tmp_path: Path) -> None:
 
 def test_a_checkout_whose_links_became_text_says_how_to_get_one_with_links(tmp_path: Path) -> None:
     (tmp_path / "agentrl").mkdir()
-    for name in ("__init__.py", "old_names.py"):
+    for name in ("__init__.py", "elsewhere.py", "old_names.py"):
         (tmp_path / "agentrl" / name).write_bytes((ROOT / "agentrl" / name).read_bytes())
     (tmp_path / "agentrl" / "workflow").write_text("../workflow")
     done = run_in(tmp_path, "import agentrl", PYTHONPATH=str(tmp_path))

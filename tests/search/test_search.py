@@ -187,7 +187,7 @@ def test_a_class_with_run_is_a_search() -> None:
         ({}, "has the texts prompt"),
         ({"prompt": "x {question}", "more": "y"}, "has the texts prompt"),
         ({"prompt": "no place"}, "it lacks {question}"),
-        ({"prompt": 7}, "it is empty"),
+        ({"prompt": 7}, "it is of type int"),
     ],
 )
 def test_a_candidate_that_cannot_be_tried_is_refused(candidate: Any, said: str) -> None:
@@ -233,7 +233,7 @@ def test_a_prompt_fills_its_places_and_nothing_else() -> None:
         ({"a b": "x"}, "letters, digits"),
         ({"prompt": "x" * (LONGEST + 1)}, "32768 are the most"),
         ({f"p{number}": "x" for number in range(MOST + 1)}, "at most 64"),
-        ({"prompt": ["x"]}, "it is empty"),
+        ({"prompt": ["x"]}, "it is of type list"),
     ],
 )
 def test_what_is_no_text_is_refused_by_the_config(values: Any, said: str) -> None:

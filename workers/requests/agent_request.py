@@ -4,10 +4,10 @@ What an `agents` worker lacks for it is asked there (`requirements`); here is wh
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from agentrl.workflow.agents.classes import is_class_agent, wants_resources, ways_of
+from agentrl.workflow.agents.classes import by_name, is_class_agent, wants, ways_of
 from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
@@ -17,6 +17,8 @@ from agentrl.workflow.plugins import is_lent
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
+TEMPLATE = "prompt_template"
+"""The name by which agent-lightning gives an agent its text; without one it would be given the model in its place."""
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
@@ -36,7 +38,7 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
         said = f"The agent {CLIENTS!r} is whoever calls: a run cannot start it."
         raise ConfigError(said, "Serve a policy to them: agentrl serve --policy RUN")
     if made.agent is not None:
-        check_function(asked.name, made.agent)
+        check_function(asked.name, made.agent, made.config.resources)
     if not settings().broker_url:  # else the workers' machines have what it needs
         check_held(asked)
     _check_env(made.config.env, made.env)
@@ -49,8 +51,8 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
     return made.config.model_copy(update={"agent": asked.model_copy(update={"own_rewards": True})})
 
 
-def check_function(name: str, function: Callable[..., Any]) -> None:
-    """Checks that an agent's function can be called with a task and a model.
+def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
+    """Checks that an agent's function can be called with a task, a model and the run's texts, of which these are the names.
 
     Raises:
         ConfigError: it cannot.
@@ -68,8 +70,14 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
     except ValueError:  # of some built-in ones nothing is known
         return
+    named = by_name(function, texts)
+    if wants(function, TEMPLATE) and TEMPLATE not in texts:
+        said = f"The agent {name!r} takes a {TEMPLATE}, and no text of the run is called so."
+        raise ConfigError(said, f'Write resources={{"{TEMPLATE}": "..."}}.')
+    if named:
+        return
     try:
-        signature.bind(None, None, **({"resources": None} if wants_resources(function) else {}))
+        signature.bind(None, None, **({"resources": None} if wants(function, "resources") else {}))
     except TypeError as error:
         raise ConfigError(f"The agent {name!r} cannot be called with a task and a model: {error}.", SHAPE) from error
 

@@ -203,7 +203,7 @@ def import_agent(made: Experiment) -> str:
     if made.config.agent is None or made.agent is None:
         return ""
     name = made.config.agent.name
-    check_function(name, made.agent)
+    check_function(name, made.agent, made.config.resources)
     return code_of(AGENTS, name)
 
 

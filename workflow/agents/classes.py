@@ -1,16 +1,19 @@
-"""What an agent is called with: a function `solve(task, llm)` or `solve(task, llm, resources)`, or a class.
+"""What an agent is called with: a function `solve(task, llm)`, or a class.
 
+A function may take the run's texts too: all of them as `resources`, or one by its name, `solve(task, llm, prompt)`.
 A class has `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
 
 A class is made once, without arguments, where its agents are forked from; what it holds then, each of them has.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from agentrl.workflow.agents import LLM, AgentTask
 
+GIVEN = ("task", "llm", "resources")
 WAYS = ("rollout", "training_rollout", "validation_rollout")
 
 
@@ -35,7 +38,7 @@ def as_function(found: Any) -> Callable[..., Any]:
     """The agent as a function of its task and its model; a function that takes no more is one."""
     if not is_class_agent(found):
         function: Callable[..., Any] = found
-        return (lambda task, llm: function(task, llm, resources=_resources(task, llm))) if wants_resources(found) else function
+        return function if {each.name for each in _parameters(function)} <= {"task", "llm"} else partial(_call, function)
     agent = found() if isinstance(found, type) else found
 
     def solve(task: AgentTask, llm: LLM) -> Any:
@@ -44,12 +47,38 @@ def as_function(found: Any) -> Callable[..., Any]:
     return solve
 
 
-def wants_resources(function: Callable[..., Any]) -> bool:
-    """Whether a function agent takes the run's texts as its `resources`."""
+def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
+    """What a function agent is passed by name, if it takes texts of the run; else nothing: its task and its model come first.
+
+    Args:
+        texts: the names of the run's texts.
+    """
+    taken = _parameters(function)
+    known = [
+        each.name for each in taken if each.kind is not each.POSITIONAL_ONLY and (each.name in texts or each.name in GIVEN)
+    ]
+    unknown = [each for each in taken if each.name not in known and each.default is each.empty]
+    return known if not unknown and any(name == "resources" or name in texts for name in known) else []
+
+
+def wants(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function agent takes an argument of that name."""
+    return any(each.name == name for each in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return "resources" in inspect.signature(function).parameters
+        taken = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of some built-in ones nothing is known
-        return False
+        return []
+    return [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _call(function: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
+    given = {**task.resources, "task": task, "llm": llm, "resources": _resources(task, llm)}
+    if names := by_name(function, task.resources):
+        return function(**{name: given[name] for name in names})
+    return function(task, llm, **({"resources": given["resources"]} if wants(function, "resources") else {}))
 
 
 def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
@@ -65,7 +94,7 @@ def ways_of(found: Any) -> list[Callable[..., Any]]:
 def _roll(agent: Any, task: AgentTask, llm: LLM) -> Any:
     way = "training_rollout" if task.training else "validation_rollout"
     method = getattr(agent, way, None) or agent.rollout
-    given = {"task": task, "resources": _resources(task, llm), "llm": llm}
+    given = {**task.resources, "task": task, "resources": _resources(task, llm), "llm": llm}
     names = list(inspect.signature(method).parameters)
     if set(names) <= given.keys():
         return method(**{name: given[name] for name in names})
