@@ -16,7 +16,7 @@ _NO_RUNNER = "leave it out: fit starts the workers, n_runners=8 agents at once; 
 _ENDPOINT = "an agent is given llm.base_url, llm.api_key and llm.model"
 _CRITIC = "write critic=MODEL, which criticises and edits; AGENTRL_CRITIC_URL says where it is"
 _SAID = {
-    "Adapter LlmProxyTraceToTriplet OtelTraceAdapter TraceAdapter TraceToMessages TracerTraceToTriplet": _NO_ADAPTER,
+    "LlmProxyTraceToTriplet OtelTraceAdapter TraceAdapter TraceToMessages TracerTraceToTriplet": _NO_ADAPTER,
     "AgentOpsTracer DummyTracer OtelTracer Tracer": _NO_TRACER,
     "LitAgentRunner Runner": _NO_RUNNER,
     "LLMProxy ProxyLLM": _ENDPOINT,
@@ -41,7 +41,7 @@ _SAID = {
     "find_final_reward find_reward_spans get_reward_value get_rewards_from_span": (
         "an episode has them: run.episode(ID).rewards, and what was emitted among its annotations"
     ),
-    "Span get_message_value get_object_value": "what was emitted, and spans that were sent, are run.episode(ID).annotations",
+    "get_message_value get_object_value": "what was emitted, and spans that were sent, are run.episode(ID).annotations",
     "Triplet": "run.episode(ID).value.steps have prompt_ids, sampled_ids and logprobs",
     "Attempt AttemptedRollout RolloutConfig": (
         "what the system loses is tried again, max_attempts=3; agentrl.Trainer(agent={'timeout_seconds': 60}) bounds a try"
