@@ -28,7 +28,7 @@ from threading import Lock
 
 from sqlalchemy import text
 
-from agentrl.workflow.plugins import names
+from agentrl.workflow.algorithms import gradients
 from tests.learning.curves import Curve, failures, load, save, summed_up, table
 from tests.support.real_stack import Stack
 
@@ -170,7 +170,7 @@ def _stack(start: Path) -> Iterator[Stack]:
 
 
 def _arguments() -> argparse.Namespace:
-    known = sorted(names("algorithms"), key=lambda name: (name != "grpo", name))
+    known = sorted(gradients(), key=lambda name: (name != "grpo", name))
     parser = argparse.ArgumentParser(description="Does every algorithm learn?")
     parser.add_argument("--only", type=lambda words: words.split(","), default=known, metavar="NAME,NAME")
     parser.add_argument("--seeds", type=lambda words: [int(word) for word in words.split(",")], default=SEEDS, metavar="N,N")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.workflow.algorithms import Algorithm, settle_options, settle_run
+from agentrl.workflow.algorithms import Algorithm, gradients, settle_options, settle_run
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.config import AlgorithmConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
-from agentrl.workflow.plugins import find, names
+from agentrl.workflow.plugins import find
 from agentrl.workflow.training import advantages as credit
 from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, Earned, group_relative, whiten
 from agentrl.workflow.training.losses import (
@@ -278,7 +278,7 @@ def test_grpo_is_verls_convention_by_default(golden: dict[str, Any]) -> None:
 # --- options ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 def test_every_algorithm_names_parts_that_are_there_and_options_that_there_are(name: str) -> None:
     found: Algorithm = find("algorithms", name)
     assert found.name == name
@@ -339,7 +339,7 @@ def test_a_credit_that_needs_a_critic_says_so() -> None:
 # --- laws -------------------------------------------------------------------------------------------------------------------
 
 REWARD = st.floats(-1e3, 1e3)
-RELATIVE = [name for name in names("algorithms") if find("algorithms", name).needs_group]
+RELATIVE = [name for name, found in gradients().items() if found.needs_group]
 
 
 def one_group(rewards: list[float], tokens: int = 2) -> Earned:
@@ -382,7 +382,7 @@ def test_a_group_of_one_keeps_its_reward() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 @given(order=st.permutations(range(4)), padding=st.integers(0, 3), garbage=st.sampled_from([50.0, -1e30]))
 def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(
     name: str, order: list[int], padding: int, garbage: float
@@ -404,7 +404,7 @@ def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(
     assert not got[~mask].any()
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 @pytest.mark.parametrize("garbage", [50.0, 1e30, -1e30, math.inf, math.nan])
 def test_what_stands_at_a_masked_token_changes_neither_loss_nor_gradient(name: str, garbage: float) -> None:
     found: Algorithm = find("algorithms", name)
@@ -443,7 +443,7 @@ def test_an_aggregation_does_not_depend_on_order_padding_or_split(name: str, ord
     assert float(sum(parts)) == pytest.approx(float(aggregate(NEW, MASK, name, WHOLE)), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 @given(cut=st.integers(1, 3))
 def test_a_loss_does_not_depend_on_how_its_rows_were_split(name: str, cut: int) -> None:
     found: Algorithm = find("algorithms", name)
@@ -457,7 +457,7 @@ def test_a_loss_does_not_depend_on_how_its_rows_were_split(name: str, cut: int) 
     assert share(slice(0, cut)) + share(slice(cut, 4)) == pytest.approx(share(slice(0, 4)), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 def test_the_policy_that_sampled_has_ratio_one_and_the_plain_policy_gradient(name: str) -> None:
     logprobs = NEW.clone().requires_grad_()
     batch = replace(batch_of(credited("grpo")), logprobs=logprobs, old=logprobs.detach())

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.algorithms import settle_options
+from agentrl.workflow.algorithms import gradients, settle_options
 from agentrl.workflow.chains import UNREAD, as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.config import AlgorithmConfig
-from agentrl.workflow.plugins import find, names
+from agentrl.workflow.plugins import find
 from agentrl.workflow.training.batch import collate, rows_of
 from agentrl.workflow.training.losses import Normaliser, TokenBatch, policy_loss
 from agentrl.workflow.training.token_layout import TokenLayout, pad
@@ -199,7 +199,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[float], float]] = {
 """Algorithm -> its options; the advantages of chain 0, chain 1 and the other episode; the loss."""
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", gradients())
 def test_an_algorithm_does_with_chains_what_the_documents_say(name: str) -> None:
     named, advantages, loss = GOLDEN[name]
     algorithm, options = find("algorithms", name), settle_options(AlgorithmConfig(name=name, **named))

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.algorithms import gradients, settle_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import CheckpointError, ConfigError
 from agentrl.workflow.models.critic import FILE, explained_variance
 from agentrl.workflow.models.logprobs import token_scores
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.plugins import find, names
+from agentrl.workflow.plugins import find
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
 from agentrl.workflow.training.trainer import Trainer
@@ -164,7 +164,7 @@ def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
 # --- every algorithm learns ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in names("algorithms") if name != "pass_at_k"])
+@pytest.mark.parametrize("name", [name for name in gradients() if name != "pass_at_k"])
 @pytest.mark.slow
 def test_with_every_algorithm_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, name: str) -> None:
     means = bandit(tmp_path, quick(name))
@@ -323,7 +323,7 @@ def test_the_advantage_of_an_episode_is_the_mean_of_its_tokens(folder: Path) -> 
 
 
 def test_every_algorithm_can_be_found_and_updates(folder: Path) -> None:
-    for name in names("algorithms"):
+    for name in gradients():
         assert find("algorithms", name).name == name
         _, trainer = trainer_of(folder, config(algorithm__name=name, update__batch_size=8, update__epochs=2))
         update = trainer.update(groups_of(), 0)

@@ -17,7 +17,7 @@ from agentrl.workflow.config import (
     SearchConfig,
 )
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.plugins import find
+from agentrl.workflow.plugins import find, names
 
 ROUNDING = 1e-6
 """The largest difference, between two machines, of advantages that are computed from rewards alone."""
@@ -88,6 +88,12 @@ def find_gradient(name: str) -> Algorithm:
     if not isinstance(found, Algorithm):
         raise ConfigError(f"The algorithm {name!r} changes texts and no weights.", "Name one that trains, such as grpo.")
     return found
+
+
+def gradients() -> dict[str, Algorithm]:
+    """The shipped algorithms that train, by name."""
+    found = {name: find("algorithms", name) for name in names("algorithms")}
+    return {name: each for name, each in found.items() if isinstance(each, Algorithm)}
 
 
 def searches(found: Any) -> bool:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, find_gradient, settle_options
+from agentrl.workflow.algorithms import Algorithm, find_gradient, gradients, settle_options
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import settings
 
 VERSION = "1.16.0"
@@ -157,6 +156,5 @@ def _no_loss(options: AlgorithmConfig) -> str:
     there = _losses(algorithm, options)
     if there:
         return f"algorithm.aggregation={options.aggregation} of {algorithm.name}, where TRL has {', '.join(there)}"
-    found = {name: find("algorithms", name) for name in names("algorithms")}
-    known = [name for name, each in found.items() if isinstance(each, Algorithm) and _losses(each, options)]
+    known = [name for name, each in gradients().items() if _losses(each, options)]
     return f"the algorithm {algorithm.name}, where TRL's GRPOTrainer has {', '.join(known)}"
