@@ -29,7 +29,8 @@ class AgentRLError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} {self.hint}".strip()
+        between = "\n" if "\n" in self.message else " "  # a list ends with its line
+        return f"{self.message}{between}{self.hint}".strip()
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the sentence and the next step, without our frames."""

@@ -53,7 +53,8 @@ def ask(place: Place, *words: str, environment: Mapping[str, str] | None = None,
 def error_of(code: int, said: str) -> AgentRLError:
     """The error that a command ended with."""
     message, _, hint = said.rstrip().removeprefix(SAID).rpartition("\n  ") if "\n  " in said else (said.strip(), "", "")
-    kind = next((kind for kind in _kinds(AgentRLError) if kind.exit_code == code), AgentRLError)
+    kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
+    kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)
     return kind(message.removeprefix(SAID) or f"The command ended with {code}.", hint)
 
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentrl.api.written import write_once
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.settings import Settings
@@ -33,17 +34,12 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
         return str(dataset)
     if isinstance(dataset, Dataset):
         return None
-    lines = [_line(number, row) for number, row in enumerate(islice(_rows(dataset), MOST_ROWS))]
+    lines = [_line(number, row) for number, row in enumerate(_read(dataset, what))]
     if not lines:
         raise DatasetError(f"The {what}_dataset has no row.", EXAMPLE)
     text = "\n".join(lines) + "\n"
-    folder = where.root / "datasets"
-    file = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{file.name}.{os.getpid()}"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
+    file = where.root / "datasets" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    write_once(file, text)
     return str(file)
 
 
@@ -51,6 +47,28 @@ def has_references(file: Path) -> bool:
     """Whether one of the rows that were written has an answer to be judged by."""
     with file.open(encoding="utf-8") as lines:
         return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
+
+
+def _read(dataset: Any, what: str) -> Iterator[Any]:
+    """Its rows.
+
+    Raises:
+        DatasetError: it has none, raises in their midst, or does not end.
+    """
+    rows, number = iter(_rows(dataset)), 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:
+            said = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
+            raise DatasetError(said, "Nothing was submitted: mend it, and pass it anew.") from error
+        if number == MOST_ROWS:
+            said = f"The {what}_dataset has more than {MOST_ROWS} rows."
+            raise DatasetError(said, "Pass a part: itertools.islice(rows, 1000).")
+        number += 1
+        yield row
 
 
 def _rows(dataset: Any) -> Iterable[Any]:
@@ -77,14 +95,34 @@ def _line(number: int, row: Any) -> str:
     whole = {str(key): value for key, value in row.items()}
     if not any(name in whole for name in REFERENCES):
         whole["reference"] = None
-    try:
-        return json.dumps(whole, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DatasetError(f"Row {number} cannot be written as JSON: {error}.", EXAMPLE) from error
+    texts = []
+    for key, value in whole.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DatasetError(f"Row {number} has no value for {key!r}: it is {value}.", "Fill it, or leave the row out.")
+        try:
+            texts.append(f"{written(key)}: {written(value)}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DatasetError(f"Row {number}, {key!r:.60} cannot be written as JSON: {error}.", EXAMPLE) from error
+    return f"{{{', '.join(texts)}}}"
 
 
-def _plain(value: Any) -> Any:
-    """A value of numpy, pandas or the like as one of JSON's."""
+def written(value: Any) -> str:
+    """The value as JSON, in which NaN has no place.
+
+    Raises:
+        TypeError, ValueError, RecursionError: it is none.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
+    text.encode()  # half of a surrogate pair is no text
+    return text
+
+
+def plain(value: Any) -> Any:
+    """A value of numpy, pandas or the like as one of JSON's.
+
+    Raises:
+        TypeError: it is none.
+    """
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):
             return getattr(value, name)()

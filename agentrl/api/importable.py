@@ -7,7 +7,6 @@ a module in the data folder whose name is its content's hash, so that a run can 
 import hashlib
 import inspect
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.api.captured import MAIN, Captured, Importable, guarded_script
+from agentrl.api.written import write_once
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
 from agentrl.workflow.settings import Settings
@@ -38,6 +38,7 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
     """
     if isinstance(value, str):
         return value
+    _refuse_constant(value, name)
     found = _found_again(value)
     importable = Importable((*_places(), str(Path.cwd())))
     if found is not None and found[0] != MAIN:
@@ -71,6 +72,7 @@ def path_here(value: Any, name: str, where: Settings) -> str:
     """
     if isinstance(value, str):
         return value
+    _refuse_constant(value, name)
     try:
         path = path_of(value, name, where, is_local=True)
     except ConfigError:
@@ -99,6 +101,14 @@ def _found_again(value: Any) -> tuple[str, str] | None:
     return None
 
 
+def _refuse_constant(value: Any, name: str) -> None:
+    """Refuses a number, a list or the like, which stands in many modules and does nothing."""
+    if type(value).__module__ == "builtins" and not callable(value):
+        what = {"solve": "agent"}.get(name, name.partition("_")[0])
+        said = f"{value!r:.60} is no {what}."
+        raise ConfigError(said, "Pass a function, a class or an object of one, a name, or a path: 'module:name'.")
+
+
 def _called(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
@@ -106,13 +116,7 @@ def _called(value: Any) -> str:
 def _written(text: str, where: Settings) -> str:
     """The name of the module with that text."""
     name = f"{CODE_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    folder = code_folder(where)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.py"
-    if not file.exists():
-        beside = folder / f".{name}.{os.getpid()}"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
+    write_once(code_folder(where) / f"{name}.py", text)
     return name
 
 

@@ -1,9 +1,12 @@
 """Options that a person passes as keywords, as keys of a run's config."""
 
-from collections.abc import Mapping, Set
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from agentrl import elsewhere
+from agentrl.api.given_rows import plain
 from agentrl.workflow.config import KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.resolve import FLAGS
@@ -13,7 +16,7 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as keys of the config.
 
     Raises:
-        ConfigError: there is no such option; with the nearest.
+        ConfigError: there is no such option, with the nearest; or its value is nothing that a config can hold.
     """
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     leaves: dict[str, list[str]] = {}
@@ -24,19 +27,45 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in KEYS:
             found[name] = value
         elif name in sections and isinstance(value, Mapping):
-            found |= dict(flatten({name: value}))
+            found |= _of_section(dict(flatten({name: value})))
         elif name in FLAGS:
             found[FLAGS[name]] = value
         elif len(leaves.get(name, ())) == 1:
             found[leaves[name][0]] = value
         elif name in leaves:
             raise ConfigError(f"The option {name!r} is several: {', '.join(leaves[name])}.", "Write it in full.")
+        elif name in sections:
+            raise ConfigError(f"{name!r} is a section of options, not {value!r:.40}.", f"Write {name}={{'KEY': VALUE}}.")
         else:
             raise ConfigError(f"There is no option {name!r:.100}.", _way(name, {*KEYS, *FLAGS, *leaves}))
+    return {key: _held(key, value) for key, value in found.items()}
+
+
+def _of_section(found: dict[str, Any]) -> dict[str, Any]:
+    for key in found:
+        if key not in KEYS:
+            raise ConfigError(f"There is no option {key!r:.100}.", _way(key, KEYS))
     return found
 
 
-def _way(name: str, known: Set[str]) -> str:
+def _held(key: str, value: Any) -> Any:
+    """The value as a file has it: numbers of numpy are numbers.
+
+    Raises:
+        ConfigError: a file cannot have it.
+    """
+    try:
+        return json.loads(json.dumps(value, default=_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        said = f"The option {key!r} cannot be {value!r:.60}: {error}."
+        raise ConfigError(said, "Objects are passed as the Trainer's agent, env, rewards, hooks or algorithm.") from error
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else plain(value)
+
+
+def _way(name: str, known: Collection[str]) -> str:
     """What to write in place of an option that there is none of."""
     if name in elsewhere.OPTIONS:
         way = elsewhere.OPTIONS[name]

@@ -66,7 +66,7 @@ class Place:
                 return cls.of(store.folder)
             case Store():
                 return cls({"AGENTRL_DATABASE_URL": store.url})
-            case str() | Path() if str(store):
+            case str() | Path() if str(store).strip():
                 return cls(_variables_of(str(store)))
         raise ConfigError(
             f"A store is a folder, a file, a URL or a Store, not {store!r:.80}.", 'Write store="sqlite:///runs.db", say.'

@@ -65,7 +65,7 @@ class Trainer:
 
     def __init__(
         self,
-        algorithm: "str | Algorithm | GRPO | None" = None,
+        algorithm: "str | Algorithm | GRPO | type[GRPO] | None" = None,
         *,
         agent: Any = None,
         model: str | Path | None = None,
@@ -87,7 +87,9 @@ class Trainer:
         self._variables = self._strategy_variables(n_runners)
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
-        self._keys = read_yaml(Path(config)) if config is not None else {}
+        self._keys = _keys_of_file(config)
+        if isinstance(algorithm, type) and issubclass(algorithm, GRPO):
+            algorithm = algorithm()
         if isinstance(algorithm, GRPO):
             self._keys |= algorithm.keys(self._place.settings)
             self._algorithm = None
@@ -304,6 +306,15 @@ class Trainer:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
 
 
+def _keys_of_file(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, str | Path):
+        said = f"config= names a YAML file, and is no {type(config).__name__}."
+        raise ConfigError(said, "Pass keys as options: Trainer(seed=1).")
+    return read_yaml(Path(config))
+
+
 def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:
     """(agent, rows): `fit(rows)` names no agent.
 
@@ -371,6 +382,8 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 

@@ -94,10 +94,13 @@ def open_store(place: "str | Path | None" = None) -> Store:
 
     Raises:
         NotFoundError: there is none.
+        ConfigError: it is no place.
     """
+    if not isinstance(place, str | Path | None):
+        raise ConfigError(f"A store is a folder, a file or a URL, not {place!r:.60}.")
     where = settings() if place is None else _settings_of(str(place))
     file = user_sql.sqlite_file(where)
-    if file is not None and not file.is_file():
+    if file is not None and not (file.is_file() and file.stat().st_size):
         raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
     return Store(where)
 

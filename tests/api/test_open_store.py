@@ -1,8 +1,10 @@
 """`agentrl.open`: a store's runs and episodes as values, tables and datasets; what is hostile in them stays text."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from sqlalchemy import text
 
 import agentrl
 from agentrl.api import lists
-from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError
+from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import steps, train_commits
 from agentrl.workflow.store.connect import Database
@@ -161,6 +163,56 @@ def test_a_folder_and_a_file_are_stores(sqlite: Database) -> None:
     assert agentrl.open(file).run().name == "here"
     file.rename(file.with_name("agentrl.db"))
     assert agentrl.open(file.parent).run().name == "here"
+
+
+def others(file: Path, *statements: str) -> Path:
+    """A database of somebody else."""
+    with closing(sqlite3.connect(file)) as made:
+        for statement in statements:
+            made.execute(statement)
+        made.commit()
+    return file
+
+
+def dump(file: Path) -> list[str]:
+    """What stands in it."""
+    with closing(sqlite3.connect(file)) as read:
+        return list(read.iterdump())
+
+
+NEWER = ("CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('9999')")
+
+
+def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    notes, empty = tmp_path / "notes.db", tmp_path / "empty.db"
+    notes.write_text("x")
+    empty.touch()
+    foreign = others(tmp_path / "foreign.db", "CREATE TABLE theirs (a)")
+    newer = others(tmp_path / "newer.db", *NEWER)
+    before = [dump(foreign), dump(newer)]
+    for file, kind, said in (
+        (notes, ServiceError, "file is not a database"),
+        (empty, NotFoundError, "There is no store"),
+        (foreign, ServiceError, "is of something else"),
+        (newer, ServiceError, "A newer agentrl made this database"),
+    ):
+        with pytest.raises(kind, match=said):
+            agentrl.open(file).runs().head()
+        with pytest.raises(kind, match=said):
+            agentrl.Trainer.attach("any", store=file)
+        if file != empty:
+            with pytest.raises(ServiceError, match=said):
+                agentrl.Trainer(store=file, strategy="threads").fit(train_dataset="arithmetic")
+    assert (notes.read_text(), empty.stat().st_size) == ("x", 0)
+    assert [dump(foreign), dump(newer)] == before
+    for other in (7, b"x"):
+        with pytest.raises(ConfigError, match="A store is a folder, a file or a URL"):
+            agentrl.open(other)  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_not_found_is_said_to_be() -> None:
+    with pytest.raises(ServiceError, match=r"does not answer: .*resolve host"):
+        agentrl.open("postgresql://me:hidden@no-such-host.invalid/db").runs().head()
 
 
 def test_an_error_is_its_sentence_in_a_notebook() -> None:

@@ -16,7 +16,7 @@ from agentrl.api import command_process
 from agentrl.api.place import Place
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
-from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, StateError
+from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
@@ -161,6 +161,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
     "runners": ({"n_runners": 0}, ConfigError, "n_runners is a whole number"),
     "a store": ({"store": 7}, ConfigError, "not 7"),
     "a store in memory": ({"store": ":memory:"}, ConfigError, "agentrl.InMemoryStore"),
+    "a blank store": ({"store": "  "}, ConfigError, "not '  '"),
+    "an option of a section": (
+        {"rollout": {"group_sise": 2}},
+        ConfigError,
+        "'rollout.group_sise'. Did you mean 'rollout.group_size'",
+    ),
+    "a section": ({"rollout": 3}, ConfigError, "'rollout' is a section of options, not 3. Write rollout={"),
+    "an object for a value": ({"group_size": object()}, ConfigError, "The option 'rollout.group_size' cannot be <object"),
+    "a config": ({"config": {"seed": 1}}, ConfigError, "config= names a YAML file, and is no dict. Pass keys as options"),
 }
 
 
@@ -178,8 +187,10 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
     "a number": (7, "not 'int'"),
     "splits": ({"train": ROWS, "test": ROWS}, "of which it has several: train, test"),
     "a text for a row": (["What is 2?"], "Row 0 is a str"),
-    "NaN": ([{"question": "What?", "answer": float("nan")}], "Row 0 cannot be written as JSON"),
-    "an object": ([{"question": "What?", "answer": object()}], "Row 0 cannot be written as JSON: a object"),
+    "NaN": ([{"question": "What?", "answer": float("nan")}], "Row 0 has no value for 'answer': it is nan"),
+    "NaN within": ([{"question": "What?", "more": [float("nan")]}], "Row 0, 'more' cannot be written as JSON"),
+    "an object": ([{"question": "What?", "answer": object()}], "Row 0, 'answer' cannot be written as JSON: a object"),
+    "half a character": ([{"question": "\ud800"}], "Row 0, 'question' cannot be written as JSON: .*surrogates"),
 }
 
 
@@ -188,6 +199,60 @@ def test_what_are_no_rows_is_refused_by_the_row(name: str) -> None:
     given, said = NO_ROWS[name]
     with pytest.raises(DatasetError, match=said):
         agentrl.Trainer().config(train_dataset=given)
+
+
+def test_rows_that_raise_in_their_midst_are_refused_and_nothing_is_written() -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield ROWS[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(DatasetError, match=r"raised after 1 rows: OSError: the disk is gone\. Nothing was submitted"):
+        agentrl.Trainer().config(train_dataset=rows())
+    assert not (settings().root / "datasets").exists()
+
+
+def test_a_data_folder_that_cannot_be_written_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ServiceError, match=r"cannot be written: Not a directory\. Pass another store"):
+        agentrl.Trainer(store=tmp_path / "file" / "runs").config(train_dataset=ROWS)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("strategy", ["threads", "processes"])
+@pytest.mark.parametrize("given", [7, None, ["x"], {"a": 1}, b"x", object()])
+def test_a_constant_is_neither_a_reward_nor_a_hook(given: Any, strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is no reward\. Pass a function"):
+        agentrl.Trainer(rewards=[given], strategy=strategy).config(train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"is no hook\. Pass a function"):
+        agentrl.Trainer(hooks=[given], strategy=strategy).config(train_dataset=ROWS)
+
+
+def test_numbers_of_numpy_are_numbers_and_nothing_is_none() -> None:
+    import numpy
+
+    given: dict[str, Any] = {"group_size": numpy.int64(4), "learning_rate": numpy.float64(0.5)}
+    keys = agentrl.Trainer(agentrl.GRPO, rewards=None, hooks=None, **given).config()  # type: ignore[arg-type]
+    assert (keys["rollout.group_size"], keys["update.learning_rate"], keys["algorithm.name"]) == (4, 0.5, "grpo")
+    assert not {"rewards", "hooks"} & keys.keys()
+
+
+class Refuses(agentrl.Hook):
+    """Raises before anything is sent."""
+
+    def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
+        """Raises."""
+        raise KeyError(run)
+
+
+def test_a_hook_that_raises_at_the_start_leaves_a_run_that_has_failed_and_can_go_on(tmp_path: Path) -> None:
+    model, store = str(tiny_random(tmp_path / "model")), tmp_path / "runs"
+    trainer = agentrl.Trainer(model=model, hooks=[Refuses()], strategy="threads", store=store, env="arithmetic", name="refused")
+    with pytest.raises(
+        StateError, match=r"refused is failed: on_run_start of the hook Refuses raised KeyError: 'refused'\. Go on"
+    ):
+        trainer.fit(train_dataset=ROWS)
+    row = agentrl.open(store).run("refused").row
+    assert (row.status, row.reason) == ("failed", "on_run_start of the hook Refuses raised KeyError: 'refused'")
 
 
 def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(tmp_path: Path) -> None:
@@ -206,6 +271,7 @@ def test_an_error_of_a_command_comes_back_as_what_it_was() -> None:
         said = f"agentrl: {error.message}\n" + (f"  {error.hint}\n" if error.hint else "")
         back = command_process.error_of(error.exit_code, said)
         assert (back.exit_code, back.message, back.hint) == (error.exit_code, error.message, error.hint)
+    assert type(command_process.error_of(1, "")) is agentrl.AgentRLError
     assert str(command_process.error_of(77, "")) == "The command ended with 77."
 
 

@@ -30,7 +30,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
@@ -238,6 +238,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
     Raises:
         ConflictError: the name belongs to another run.
+        StateError: a hook raised at its start; the run is written as failed, and nothing was sent.
         ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
     """
     made = _write_run(db, prepared)
@@ -265,7 +266,12 @@ def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> Submitt
     made = planning.submit(db, prepared.submission, failed)
     if made.created:
         for hook in load_hooks(prepared.config.hooks):
-            hook.on_run_start(made.name, prepared.submission.with_name(made.name).config)
+            try:
+                hook.on_run_start(made.name, prepared.submission.with_name(made.name).config)
+            except Exception as error:
+                said = f"on_run_start of the hook {type(hook).__name__} raised {type(error).__name__}: {error}"[:1000]
+                planning.stop(db, made.name, "failed", said)
+                raise StateError(f"{made.name} is failed: {said}.", f"Go on without it: agentrl resume {made.name}") from error
     return made
 
 

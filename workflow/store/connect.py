@@ -63,6 +63,7 @@ PLANNER_SETTINGS = {"random_page_cost": 1.1}
 
 _UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
 """What SQLite says of a file that no patience makes a database of."""
+_SQLITE_HEADER = b"SQLite format 3\0"
 _DISK_FULL_ERROR = "database or disk is full"
 
 
@@ -85,6 +86,15 @@ def database_url(text: str) -> URL:
     return url
 
 
+def _may_be_sqlite(file: Path) -> bool:
+    """Whether the file is a SQLite database, or one to be; of one that cannot be read SQLite says what is wrong."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_SQLITE_HEADER)) in (b"", _SQLITE_HEADER)
+    except OSError:
+        return True
+
+
 class Database:
     """One database; threads share it, each transaction has a connection of its own."""
 
@@ -101,12 +111,16 @@ class Database:
         self._group_commit = _GroupCommit(self.engine)
 
     def _sqlite(self) -> Engine:
-        folder = Path(str(self.url.database)).parent
+        file = Path(str(self.url.database))
+        folder = file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             said = f"The database's folder {str(folder)!r} cannot be made: {error.strerror}."
             raise ServiceError(said, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
+        if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
+            said = f"The database {str(file)!r} cannot be used: file is not a database."
+            raise ServiceError(said, "Name another one; this one was left as it is.")
         engine = create_engine(self.url, connect_args={"timeout": 30.0}, pool_size=32, max_overflow=64)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_immediate)
@@ -361,7 +375,7 @@ def _is_transient(error: DBAPIError) -> bool:
     state = getattr(error.orig, "sqlstate", None)  # psycopg's errors have it, sqlite3's do not
     if state is None:
         message = str(error.orig)
-        return "locked" in message or "busy" in message or "connection" in message
+        return any(word in message for word in ("locked", "busy", "connection", "resolve host"))
     return state[:2] in ("08", "40", "53", "55", "57")
 
 

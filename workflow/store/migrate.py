@@ -11,7 +11,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, inspect, text
 
 from agentrl import migrations
 from agentrl.workflow.errors import ServiceError
@@ -47,15 +47,27 @@ def _current(tx: Connection) -> str | None:
     return tx.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
+def _is_foreign(tx: Connection) -> bool:
+    """Whether it has tables, and none of them is ours."""
+    names = inspect(tx).get_table_names()
+    return bool(names) and "alembic_version" not in names
+
+
 def open_database(url: str) -> Database:
     """The database, ready to use: SQLite is upgraded at once.
 
     Raises:
-        ServiceError: a Postgres database that is not at this code's revision, a database of a newer agentrl, or none that
-            answers.
+        ServiceError: a Postgres database that is not at this code's revision, a database of a newer agentrl or of something
+            else, or none that answers.
     """
     database = Database(url)
-    found = current(database)
+    with database.read() as tx:
+        found = _current(tx)
+        is_foreign = found is None and _is_foreign(tx)
+    if is_foreign and database.is_sqlite:
+        database.close()
+        said = f"The database {str(database.url.database)!r} is of something else."
+        raise ServiceError(said, "Name another file for the store; this one was left as it is.")
     if found == head():
         return database
     newer = found is not None and found not in {script.revision for script in _script().walk_revisions()}
