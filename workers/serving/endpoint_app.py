@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -231,7 +231,7 @@ class Endpoint:
                     raise ApiError(status, f"The spans were not kept: {told[:300].decode('utf-8', 'replace')}", "not_kept")
         return found.rejected, found.why
 
-    async def _annotate(self, key: str, part: Sequence[Mapping[str, Any]], headers: dict[bytes, bytes]) -> tuple[int, bytes]:
+    async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
         """The worker's answer to annotations."""
         told, answered = bytearray(), [500]
 
@@ -241,8 +241,8 @@ class Endpoint:
         async def write(piece: bytes, more: bool) -> None:
             told.extend(piece)
 
-        body, limits = api_errors.as_json({"annotations": part}), self.limits
-        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), body)
+        limits = self.limits
+        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), part)
         await Forward(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
         return answered[0], bytes(told)
 
