@@ -3,6 +3,8 @@
 import contextlib
 import gzip
 import json
+import time
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -20,7 +22,7 @@ from opentelemetry.trace import Status, StatusCode
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.spans import Span
 from agentrl.workflow.spans.otlp import JSON, POSTED, PROTOBUF, OtlpError, decode
-from agentrl.workflow.spans.span_annotations import annotations_of_span, answer, episode_named
+from agentrl.workflow.spans.span_annotations import annotations_of_span, answer, episode_named, read_export
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
 
@@ -99,9 +101,9 @@ def empty_attributes(count: int) -> bytes:
     return sized(1, sized(1, b"\x0a\x00" * count))
 
 
-def nested(levels: int) -> bytes:
+def nested(levels: int, text: bytes = b"x") -> bytes:
     """An attribute of lists in lists, as protobuf."""
-    value = sized(1, b"x")
+    value = sized(1, text)
     for _ in range(levels):
         value = sized(5, sized(1, value))
     span = sized(1, bytes.fromhex(TRACE)) + sized(2, bytes.fromhex(SPAN)) + sized(9, sized(1, b"k") + sized(2, value))
@@ -133,6 +135,14 @@ HOSTILE: dict[str, tuple[bytes, str, str]] = {
     "an id of other letters": (as_json(traceId="g" * 32), JSON, ""),
     "a number of a million digits": (as_json(attributes=[{"key": "k", "value": {"intValue": "9" * 1_000_000}}]), JSON, ""),
     "too many spans": (MANY, JSON, ""),
+    "a number that is a word": (as_json(attributes=[{"key": "k", "value": {"doubleValue": "abc"}}]), JSON, ""),
+    "a number that no float holds": (as_json(attributes=[{"key": "k", "value": {"doubleValue": 10**400}}]), JSON, ""),
+    "a number with two signs": (as_json(attributes=[{"key": "k", "value": {"intValue": "--5"}}]), JSON, ""),
+    "a time that is a word": (as_json(startTimeUnixNano="-"), JSON, ""),
+    "millions of lists as JSON": (gzip.compress(b"[" + b"[[]]," * (POSTED.bytes // 6) + b"[]]", 1), JSON, "gzip"),
+    "millions of texts as JSON": (gzip.compress(b"[" + b'"",' * (POSTED.bytes // 4) + b"[]]", 1), JSON, "gzip"),
+    "a key of ten bytes": (b"\x8a\x80\x80\x80\x80\x80\x80\x80\x80\x00\x00", PROTOBUF, ""),
+    "a number for an id": (sized(1, sized(2, sized(2, b"\x08\x7f"))), PROTOBUF, ""),
     "millions of empty messages": (gzip.compress(b"\x0a\x00" * (POSTED.bytes // 2)), PROTOBUF, "gzip"),
     "millions of empty attributes": (gzip.compress(empty_attributes(4_000_000)), PROTOBUF, "gzip"),
     "a bomb": (gzip.compress(b"\0" * (POSTED.bytes * 4)), PROTOBUF, "gzip"),
@@ -149,10 +159,61 @@ def test_what_is_no_export_is_refused_in_a_sentence(name: str) -> None:
     assert 0 < len(str(caught.value)) < 300
 
 
+def of_one_resource(name: str, value: str, spans: int) -> bytes:
+    """So many spans of one resource, which says that of itself."""
+    told = {"attributes": [{"key": name, "value": {"stringValue": value}}]}
+    made = [{"traceId": TRACE, "spanId": f"{n:016x}"} for n in range(1, spans + 1)]
+    return json.dumps({"resourceSpans": [{"resource": told, "scopeSpans": [{"spans": made}]}]}).encode()
+
+
+def test_what_a_resource_says_at_length_is_not_read_again_for_each_of_its_spans() -> None:
+    began = time.process_time()
+    found = read_export(of_one_resource("rollout_id", "1" * 8_000_000 + "x", 2000), JSON, "", "5")
+    assert (sum(json.loads(part)["annotations"] != [] for part in found.parts), found.rejected) == (20, 0)
+    assert time.process_time() - began < 10  # it took a minute
+
+
+@pytest.mark.parametrize("name", ["lists in lists", "one list", "one object", "a text of escapes"])
+def test_a_small_export_of_much_takes_little_memory(name: str) -> None:
+    many = POSTED.bytes // 2
+    lists = b",".join([b"[]"] * (many // 3))
+    held = b'{"key": "agentlightning.object.json", "value": {"stringValue": "[%s]"}}' % lists
+    body = {
+        "lists in lists": nested(20, b"x" * many),
+        "one list": as_json(x=0).replace(b'"x": 0', b'"x": [%s]' % lists),
+        "one object": as_json(name="agentlightning.object", attributes=0).replace(b": 0", b": [%s]" % held),
+        "a text of escapes": as_json(x="@").replace(b"@", b"\\t" * (many // 2)),
+    }[name]
+    kind = PROTOBUF if name == "lists in lists" else JSON
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(OtlpError):
+            read_export(body, kind, "", "5")
+        assert tracemalloc.get_traced_memory()[1] < 8 * many
+    finally:
+        tracemalloc.stop()
+
+
 @given(st.binary(max_size=300), st.sampled_from([PROTOBUF, JSON]), st.sampled_from(["", "gzip"]))
 def test_whatever_comes_is_read_or_refused(body: bytes, kind: str, encoding: str) -> None:
     with contextlib.suppress(OtlpError):
         assert all(isinstance(span, Span) for span in decode(body, kind, encoding))
+
+
+NAMES = st.sampled_from(
+    ["value", "values", "events", "status", "code", "name", "traceId", "doubleValue", "intValue", "stringValue", "arrayValue"]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400) | st.just("-")
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=8
+)
+VALUES = st.dictionaries(NAMES, TREES, max_size=2)
+
+
+@given(st.dictionaries(NAMES, TREES, max_size=4), st.lists(st.builds(lambda v: {"key": "k", "value": v}, VALUES), max_size=3))
+def test_whatever_a_span_of_json_has_is_read_or_refused(changes: dict[str, Any], attributes: list[Any]) -> None:
+    with contextlib.suppress(OtlpError):
+        read_export(as_json(attributes=attributes, **changes), JSON, "", "5")
 
 
 @given(st.integers(0, 400), st.integers(0, 255))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx2
@@ -11,12 +12,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 
-from agentrl.workflow.agents.keys import new_emit_key, sampling_key
+from agentrl.workers.serving.endpoint_app import Limits
+from agentrl.workflow.agents.keys import key_hash, new_emit_key, sampling_key
 from agentrl.workflow.spans.otlp import JSON, PROTOBUF
-from tests.spans.test_otlp import HOSTILE, as_json
-from tests.support.agents_stage import Stage
+from tests.spans.test_otlp import HOSTILE, TRACE, as_json, empty_attributes
+from tests.support.agents_stage import Stage, write
 from tests.support.played_runs import value, values
-from tests.support.served_endpoint import Served
+from tests.support.served_endpoint import Served, attempt, endpoint_over
 from tests.workers.test_annotations import began, db, served, stage
 from tests.workers.test_workers import in_memory
 
@@ -87,6 +89,32 @@ def test_a_span_that_cannot_be_kept_costs_no_other(stage: Stage, served: Served)
     assert told.json()["partialSuccess"]["rejectedSpans"] == "1"
     assert "agentlightning.reward.0.value" in told.json()["partialSuccess"]["errorMessage"]
     assert value(stage.db, "SELECT count(*) FROM annotations") == 250
+
+
+def test_who_posts_much_waits_for_itself_and_keeps_no_other_waiting(stage: Stage, served: Served) -> None:
+    _, key = began(stage)
+    other = new_emit_key()
+    made = attempt(stage.db, "other")
+    write(stage.db, f"UPDATE agent_attempts SET key_hash = '{key_hash(sampling_key(other))}' WHERE episode_id = {made.episode}")
+    heavy = gzip.compress(empty_attributes(4_000_000))
+    with ThreadPoolExecutor(12) as pool:
+        posted = [pool.submit(post, served, key, heavy, PROTOBUF, content_encoding="gzip") for _ in range(12)]
+        next(as_completed(posted))
+        assert post(served, other, b"{", JSON).status_code == 400
+        assert sum(each.done() for each in posted) < 6
+        assert {each.result().status_code for each in posted} == {400}
+    assert len(served.app._turns) == 0
+
+
+def test_what_an_export_becomes_counts_among_the_bytes_that_are_held(stage: Stage) -> None:
+    _, key = began(stage)
+    text = [{"key": "k", "value": {"stringValue": "x" * 50_000}}]
+    spans = [{"traceId": TRACE, "spanId": f"{n:016x}", "attributes": text} for n in range(1, 101)]
+    body = gzip.compress(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode())
+    with endpoint_over(stage.db, Limits(held_bytes=2**20)) as small:
+        refused = post(small, key, body, content_encoding="gzip")
+        assert (refused.status_code, small.app._held_bytes) == (429, 0)
+    assert value(stage.db, "SELECT count(*) FROM annotations") == 0
 
 
 def test_other_types_methods_and_ended_episodes_are_refused(stage: Stage, served: Served) -> None:

@@ -10,13 +10,14 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from logging import getLogger
 from secrets import token_hex
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
@@ -150,6 +151,7 @@ class Endpoint:
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _turns: "WeakValueDictionary[str, asyncio.Lock]" = field(default_factory=WeakValueDictionary)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -217,21 +219,27 @@ class Endpoint:
             raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
         samples = sampling_key(key)
         with self._slot(key_hash(samples)):
-            place = require_open(await find_place(self.places, samples))
-            encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-            async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
-                read = partial(span_annotations.read_export, body, kind, encoding, str(place.episode))
-                try:
-                    found = await asyncio.to_thread(read)
-                except otlp.OtlpError as error:
-                    raise ApiError(400, f"These are no traces: {error}.", "invalid_traces") from None
+            async with self._turns.setdefault(key_hash(samples), asyncio.Lock()):  # an attempt with many waits for itself alone
+                return await self._take_in_turn(key, kind, headers, exchange)
+
+    async def _take_in_turn(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> tuple[int, str]:
+        place = require_open(await find_place(self.places, sampling_key(key)))
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+        async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
+            read = partial(span_annotations.read_export, body, kind, encoding, str(place.episode))
+            try:
+                found = await asyncio.to_thread(read)
+            except otlp.OtlpError as error:
+                raise ApiError(400, f"These are no traces: {error}.", "invalid_traces") from None
+        with self._held() as take:
+            take(sum(map(len, found.parts)))
             for part in found.parts:
                 status, told = await self._annotate(key, part, headers)
                 if status != 200:
                     raise ApiError(status, f"The spans were not kept: {told[:300].decode('utf-8', 'replace')}", "not_kept")
         return found.rejected, found.why
 
-    async def _annotate(self, key: str, part: Sequence[Mapping[str, Any]], headers: dict[bytes, bytes]) -> tuple[int, bytes]:
+    async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
         """The worker's answer to annotations."""
         told, answered = bytearray(), [500]
 
@@ -241,8 +249,8 @@ class Endpoint:
         async def write(piece: bytes, more: bool) -> None:
             told.extend(piece)
 
-        body, limits = api_errors.as_json({"annotations": part}), self.limits
-        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), body)
+        limits = self.limits
+        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), part)
         await Forward(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
         return answered[0], bytes(told)
 
@@ -281,6 +289,16 @@ class Endpoint:
         Raises:
             ApiError: it is too large, or all of them together are.
         """
+        with self._held() as take:
+            yield await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+
+    @contextmanager
+    def _held(self) -> Iterator[Callable[[int], None]]:
+        """Takes bytes that are kept until the end of the `with`.
+
+        Raises:
+            ApiError: too many are.
+        """
         taken = 0
 
         def take(size: int) -> None:
@@ -291,7 +309,7 @@ class Endpoint:
             taken += size
 
         try:
-            yield await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+            yield take
         finally:
             self._held_bytes -= taken
 

@@ -8,10 +8,12 @@ import base64
 import binascii
 import json
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from agentrl.workflow.spans import Event, Span
@@ -20,7 +22,9 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 MOST_ATTRIBUTES = 512
 MOST_EVENTS = 128
 MOST_DEPTH = 24
-Fields = list[tuple[int, int, Any]]
+_KNOWN_FIELDS = 16
+"""The largest number of a field that is read here."""
+_JSON_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[,]', re.DOTALL)  # *+: nothing is kept to go back to
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,13 @@ class Bounds:
         bytes: of it when it is decompressed.
         spans: in all of it.
         values: in all attributes.
-        fields: of protobuf: some seven for each attribute.
+        fields: of protobuf, in all passes over it, or objects, lists and their members of JSON.
     """
 
     bytes: int = 16 * 2**20
     spans: int = 2000
     values: int = 200_000
-    fields: int = 500_000
+    fields: int = 750_000
 
 
 POSTED = Bounds()
@@ -62,7 +66,9 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
     kind = content_type.partition(";")[0].strip().lower()
     try:
         return list((_from_json if kind == JSON else _from_protobuf)(data, _Budget(bounds)))
-    except (KeyError, TypeError, AttributeError, IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
+    except OtlpError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error, RecursionError) as error:
         raise OtlpError(f"it does not have the shape of an export of traces ({type(error).__name__})") from None
 
 
@@ -92,120 +98,124 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
 
 
 def _from_protobuf(data: bytes, budget: "_Budget") -> Iterator[Span]:
-    for of_resource in _all(_fields(data, budget), 1):
-        parts = _fields(of_resource, budget)
-        resource = _attributes(_fields(_last(parts, 1, b""), budget), 1, budget)
-        for scope in _all(parts, 2):
-            for found in _all(_fields(scope, budget), 2):
+    for of_resource in _all(memoryview(data), 1, budget):
+        resource = _attributes(_last(of_resource, budget).get(1, b""), 1, budget)
+        for scope in _all(of_resource, 2, budget):
+            for found in _all(scope, 2, budget):
                 budget.spend_span()
-                yield _span(_fields(found, budget), resource, budget)
+                yield _span(found, resource, budget)
 
 
-def _span(parts: Fields, resource: Mapping[str, Any], budget: "_Budget") -> Span:
-    events = [_fields(each, budget) for each in _events(_all(parts, 11))]
-    status = _fields(_last(parts, 15, b""), budget)
+def _span(data: Any, resource: Mapping[str, Any], budget: "_Budget") -> Span:
+    last = _last(data, budget)
+    status = _last(last.get(15, b""), budget)
     return Span(
-        trace_id=_id(bytes(_last(parts, 1, b"")).hex(), 32),
-        span_id=_id(bytes(_last(parts, 2, b"")).hex(), 16),
-        parent_id=_id(bytes(_last(parts, 4, b"")).hex(), 16, empty=True),
-        name=_text(_last(parts, 5, b"")),
-        start=_whole(_last(parts, 7, 0)),
-        end=_whole(_last(parts, 8, 0)),
-        attributes=_attributes(parts, 9, budget),
+        trace_id=_id(bytes(_message(last.get(1, b""))).hex(), 32),
+        span_id=_id(bytes(_message(last.get(2, b""))).hex(), 16),
+        parent_id=_id(bytes(_message(last.get(4, b""))).hex(), 16, empty=True),
+        name=_text(last.get(5, b"")),
+        start=_whole(last.get(7, 0)),
+        end=_whole(last.get(8, 0)),
+        attributes=_attributes(data, 9, budget),
         resource=resource,
-        events=tuple(Event(_text(_last(each, 2, b"")), _attributes(each, 3, budget)) for each in events),
-        error=_text(_last(status, 2, b"")) if _last(status, 3, 0) == 2 else None,
+        events=tuple(_event(each, budget) for each in _few(_all(data, 11, budget))),
+        error=_text(status.get(2, b"")) if status.get(3, 0) == 2 else None,
     )
 
 
-def _attributes(parts: Fields, number: int, budget: "_Budget") -> dict[str, Any]:
-    return _named(_pairs(_all(parts, number), budget, MOST_DEPTH))
+def _event(data: Any, budget: "_Budget") -> Event:
+    return Event(_text(_last(data, budget).get(2, b"")), _attributes(data, 3, budget))
 
 
-def _pairs(pairs: list[Any], budget: "_Budget", depth: int) -> Iterator[tuple[str, Any]]:
+def _attributes(data: Any, number: int, budget: "_Budget") -> dict[str, Any]:
+    return _named(_pairs(_all(data, number, budget), budget, MOST_DEPTH))
+
+
+def _pairs(pairs: Iterator[Any], budget: "_Budget", depth: int) -> Iterator[tuple[str, Any]]:
     for pair in pairs:
-        parts = _fields(pair, budget)
-        yield _text(_last(parts, 1, b"")), _value(_fields(_last(parts, 2, b""), budget), budget, depth)
+        last = _last(pair, budget)
+        yield _text(last.get(1, b"")), _value(last.get(2, b""), budget, depth)
 
 
-def _value(parts: Fields, budget: "_Budget", depth: int) -> Any:
+def _value(data: Any, budget: "_Budget", depth: int) -> Any:
     budget.spend_value(depth)
-    if not parts:
-        return None
-    number, _, value = parts[-1]
+    number, value = 0, None
+    for number, value in _fields(data, budget):  # noqa: B007 - the last of them counts
+        pass
     match number:
         case 1:
             return _text(value)
         case 2:
             return bool(value)
         case 3:
-            return value - 2**64 if value >= 2**63 else value
+            return _signed(value) - 2**64 if _signed(value) >= 2**63 else value
         case 4:
             return _finite(struct.unpack("<d", struct.pack("<Q", value))[0])
         case 5:
-            return [_value(_fields(each, budget), budget, depth - 1) for each in _all(_fields(value, budget), 1)]
+            return [_value(each, budget, depth - 1) for each in _all(value, 1, budget)]
         case 6:
-            return dict(_pairs(_all(_fields(value, budget), 1), budget, depth - 1))
+            return dict(_pairs(_all(value, 1, budget), budget, depth - 1))
         case 7:
-            return base64.b64encode(value).decode()
+            return base64.b64encode(_message(value)).decode()
     return None
 
 
-def _fields(data: Any, budget: "_Budget") -> Fields:
-    """(number, wire type, value) of a message's fields: a number, or bytes."""
-    if not isinstance(data, bytes):
-        raise OtlpError("a message stands where a number does")
-    found: Fields = []
+def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
+    """(number, value) of a message's fields: a whole number, or a view of bytes. They are not held: there may be many."""
+    data = _message(data)
+    budget.spend_field()  # an empty message is work, too
     place = 0
     while place < len(data):
         budget.spend_field()
-        key, place = _varint(data, place)
+        key, place = _varint(data, place, 5)
         number, wire = key >> 3, key & 7
-        value: Any
         if wire == 0:
-            value, place = _varint(data, place)
+            value, place = _varint(data, place, 10)
+            yield number, value
+            continue
+        if wire == 2:
+            size, place = _varint(data, place, 5)
         elif wire in (1, 5):
             size = 8 if wire == 1 else 4
-            value, place = int.from_bytes(_cut(data, place, size), "little"), place + size
-        elif wire == 2:
-            size, place = _varint(data, place)
-            value, place = _cut(data, place, size), place + size
         else:
             raise OtlpError("it is no protobuf")
-        found.append((number, wire, value))
-    return found
+        if place + size > len(data):
+            raise OtlpError("it ends in the middle")
+        part, place = data[place : place + size], place + size
+        yield number, part if wire == 2 else int.from_bytes(part, "little")
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
+def _message(data: Any) -> memoryview:
+    if isinstance(data, int):
+        raise OtlpError("a number stands where a message does")
+    return memoryview(data)
+
+
+def _varint(data: memoryview, place: int, most: int) -> tuple[int, int]:
+    """A number of at most so many bytes, and where it ends."""
     value = 0
-    for shift in range(0, 70, 7):
-        byte = _cut(data, place, 1)[0]
-        place += 1
-        value |= (byte & 127) << shift
+    for shift, byte in enumerate(data[place : place + most]):
+        value |= (byte & 127) << 7 * shift
         if byte < 128:
-            return value & (2**64 - 1), place
-    raise OtlpError("it is no protobuf")
+            return value & (2**64 - 1), place + shift + 1
+    raise OtlpError("it is no protobuf, or ends in the middle")
 
 
-def _cut(data: bytes, place: int, size: int) -> bytes:
-    if place + size > len(data):
-        raise OtlpError("it ends in the middle")
-    return data[place : place + size]
+def _all(data: Any, number: int, budget: "_Budget") -> Iterator[Any]:
+    return (value for found, value in _fields(data, budget) if found == number)
 
 
-def _all(parts: Fields, number: int) -> list[Any]:
-    return [value for found, _, value in parts if found == number]
-
-
-def _last(parts: Fields, number: int, default: Any) -> Any:
-    found = _all(parts, number)
-    return found[-1] if found else default
+def _last(data: Any, budget: "_Budget") -> dict[int, Any]:
+    """The last field of each number that is known here."""
+    return {number: value for number, value in _fields(data, budget) if number < _KNOWN_FIELDS}
 
 
 # JSON
 
 
 def _from_json(data: bytes, budget: "_Budget") -> Iterator[Span]:
+    for _ in _JSON_PARTS.finditer(data):  # counted before it is decoded, which takes some hundred bytes for each
+        budget.spend_field()
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
@@ -219,7 +229,7 @@ def _from_json(data: bytes, budget: "_Budget") -> Iterator[Span]:
 
 
 def _json_span(found: Mapping[str, Any], resource: Mapping[str, Any], budget: "_Budget") -> Span:
-    events, status = _events(_list(found, "events")), found.get("status") or {}
+    events, status = _few(iter(_list(found, "events"))), found.get("status") or {}
     return Span(
         trace_id=_id(str(found.get("traceId", "")).lower(), 32),
         span_id=_id(str(found.get("spanId", "")).lower(), 16),
@@ -292,10 +302,12 @@ class _Budget:
             raise OtlpError(f"there are more than {self._bounds.fields} fields")
 
 
-def _events(found: list[Any]) -> list[Any]:
-    if len(found) > MOST_EVENTS:
+def _few(found: Iterator[Any]) -> list[Any]:
+    """The events of a span."""
+    few = list(islice(found, MOST_EVENTS + 1))
+    if len(few) > MOST_EVENTS:
         raise OtlpError(f"a span has at most {MOST_EVENTS} events")
-    return found
+    return few
 
 
 def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
@@ -308,7 +320,8 @@ def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value).encode("utf-8", "replace").decode()
+    told = str(value, "utf-8", "replace") if isinstance(value, bytes | memoryview) else str(value)
+    return told.encode("utf-8", "replace").decode()
 
 
 def _whole(value: Any) -> int:

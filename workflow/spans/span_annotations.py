@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_NAME, Annotation, check
+from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_DATA, MOST_NAME, Annotation, check
 from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 
 PART_BYTES = 512 * 2**10
 """Of annotations that are sent at once."""
+MOST_NAMED = 4096
+"""Characters of what names an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)
 
 
@@ -34,8 +36,19 @@ def annotations_of_span(span: Span) -> list[Annotation]:
 
 def episode_named(span: Span) -> str:
     """The episode that the span says it is of; empty where it says none."""
-    told = (where.get(name) for name in span_names.EPISODE for where in (span.attributes, span.resource))
-    return str(next((each for each in told if each), ""))
+    return next(
+        (told for name in span_names.EPISODE for where in (span.attributes, span.resource) if (told := named(where, name))), ""
+    )
+
+
+def named(where: Mapping[str, Any], name: str) -> str:
+    """What stands under that name if it can be a name itself, a short text or a number; else empty.
+
+    Many spans share one resource: what is long there would be read again for each of them.
+    """
+    found = where.get(name)
+    short = isinstance(found, str) and len(found) <= MOST_NAMED
+    return str(found) if short or type(found) in (int, float, bool) else ""
 
 
 def _annotation(span: Span, kind: str) -> Annotation:
@@ -78,12 +91,12 @@ def _rest(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(attributes: Mapping[str, Any]) -> Any:
     text = attributes.get(span_names.OBJECT_JSON)
-    if isinstance(text, str):
+    if isinstance(text, str) and len(text) <= 2 * MOST_DATA:  # a longer one is refused as it is
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             return text
-    return attributes.get(span_names.OBJECT_LITERAL)
+    return text if isinstance(text, str) else attributes.get(span_names.OBJECT_LITERAL)
 
 
 def _rewards(span: Span) -> Iterator[Annotation]:
@@ -134,11 +147,11 @@ class Export:
     """What an export says of an episode.
 
     Args:
-        parts: annotations as `/v1/annotations` takes them, as many as go at once.
+        parts: bodies for `/v1/annotations`, each of as many annotations as go at once.
         rejected, why: how many spans cannot be kept, and why the first of them cannot.
     """
 
-    parts: Sequence[Sequence[Mapping[str, Any]]]
+    parts: Sequence[bytes]
     rejected: int
     why: str
 
@@ -149,7 +162,7 @@ def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> 
     Raises:
         OtlpError: it is no export, or it is of another episode.
     """
-    said: list[Mapping[str, Any]] = []
+    said: list[bytes] = []
     rejected, why = 0, ""
     for span in decode(body, content_type, encoding):
         named = episode_named(span)
@@ -159,20 +172,25 @@ def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> 
             said += [_document(each) for each in annotations_of_span(span)]
         except ValueError as error:
             rejected, why = rejected + 1, why or str(error)
-    return Export(_parts(said), rejected, why)
+    return Export(list(_parts(said)), rejected, why)
 
 
-def _document(said: Annotation) -> dict[str, Any]:
-    return {"id": said.id, "kind": said.kind, "name": said.name, "data": said.data, "seconds": said.seconds}
+def _document(said: Annotation) -> bytes:
+    told = {"id": said.id, "kind": said.kind, "name": said.name, "data": said.data, "seconds": said.seconds}
+    return json.dumps(told).encode()
 
 
-def _parts(said: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    parts, size = [list[Mapping[str, Any]]()], 0
+def _parts(said: Sequence[bytes]) -> Iterator[bytes]:
+    part, size = list[bytes](), 0
     for each in said:
-        length = len(json.dumps(each))
-        if parts[-1] and (len(parts[-1]) >= MOST_AT_ONCE or size + length > PART_BYTES):
-            parts.append([])
-            size = 0
-        parts[-1].append(each)
-        size += length
-    return [part for part in parts if part]
+        if part and (len(part) >= MOST_AT_ONCE or size + len(each) > PART_BYTES):
+            yield _together(part)
+            part, size = [], 0
+        part.append(each)
+        size += len(each)
+    if part:
+        yield _together(part)
+
+
+def _together(part: Sequence[bytes]) -> bytes:
+    return b'{"annotations": [' + b", ".join(part) + b"]}"
