@@ -97,6 +97,9 @@ def _lines(run: str, made: "PreparedImport") -> list[str]:
             f"  {few} turns without token ids or logprobs: all are rendered by the model's template{rest}. Imitate them:"
         )
         found.append(f"    agentrl sft --from-episodes {run}")
+    unscored = sum(not each.rewards for each in episodes)
+    if made.submission.weights and unscored:
+        found.append(f"  {_count(unscored, 'episode')} without a reward count as 0.")
     if not made.submission.weights:
         found.append(f"  Score them: agentrl rescore {run} --reward my_rewards:right")
     return [*found, f"  Look at them: agentrl episodes {run}"]

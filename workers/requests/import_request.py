@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.workers.requests.serve_request import serve_config
 from agentrl.workers.requests.submission import manifest
 from agentrl.workflow.adapters import Adapter, Turn
-from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation, rewards_of
+from agentrl.workflow.annotations import MOST_NAME, MOST_OF_ATTEMPT, Annotation, rewards_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import settle_chat
 from agentrl.workflow.config import RunConfig, build
@@ -34,6 +34,8 @@ STEM = "import"
 MOST_TURNS = 1000
 """Of an episode."""
 MOST_EPISODES = 100_000
+MOST_DEPTH = 64
+"""Spans above a turn among which another of the same call is looked for."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,23 @@ class _Read:
     @property
     def exact(self) -> bool:
         return all(turn.exact for _, turn in self.turns)
+
+    def keep_once(self) -> None:
+        """Of spans of one call, a client's around a proxy's, keeps one: the one with tokens, else the innermost; the others say
+        what they say beside it.
+        """
+        parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
+        kept = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
+        for span, turn in self.turns:
+            inner, above, depth = (span.trace_id, span.span_id), parents[span.trace_id, span.span_id], 0
+            while above and depth < MOST_DEPTH and inner in kept:
+                outer, depth = (span.trace_id, above), depth + 1
+                if outer in kept and _is_one_call(kept[outer], turn):
+                    del kept[inner if kept[outer].exact and not turn.exact else outer]
+                above = parents.get(outer, "")
+        beside = [span for span, _ in self.turns if (span.trace_id, span.span_id) not in kept]
+        self.turns = [(span, turn) for span, turn in self.turns if (span.trace_id, span.span_id) in kept]
+        self.said += [(span, _in_short(span, "a model's turn, kept once")) for span in beside]
 
 
 def prepare_import(
@@ -138,8 +157,8 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
             if span_names.KINDS.get(span.name) == "reward":
                 left_out[f"a reward cannot be read: {str(error)[:200]}"] += 1
                 return None
-            left_out_span = Annotation(f"span:{span.span_id}", "span", span.name[:128], {"left_out": str(error)[:200]})
-            found.said.append((span, left_out_span))
+            found.said.append((span, _in_short(span, str(error))))
+    found.keep_once()
     if not found.turns:
         left_out["no turn of a model"] += 1
         return None
@@ -147,6 +166,16 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
         left_out[f"more than {MOST_TURNS} turns or {MOST_OF_ATTEMPT} other spans"] += 1
         return None
     return found
+
+
+def _is_one_call(outer: Turn, inner: Turn) -> bool:
+    said = (outer.said.content, [(call.name, call.arguments) for call in outer.said.tool_calls])
+    return said == (inner.said.content, [(call.name, call.arguments) for call in inner.said.tool_calls])
+
+
+def _in_short(span: Span, why: str) -> Annotation:
+    """What is kept of a span that is not kept whole."""
+    return Annotation(f"span:{span.span_id}", "span", span.name[:MOST_NAME], {"left_out": why[:200]}, seconds=span.seconds)
 
 
 def _turn(reader: Adapter, span: Span) -> Turn | None:

@@ -35,6 +35,8 @@ class Turn:
         tools: the tools that were offered, as chat APIs write them.
         prompt_ids, sampled_ids: exact tokens; empty where the span has none.
         logprobs: of the sampled tokens, natural logarithms; empty where the span has none.
+        answers: of the tools' results since the model's last answer, which of its calls each is of, from 0; -1: of none. Empty:
+            they stand in the order of the calls.
     """
 
     messages: tuple[Message, ...]
@@ -44,6 +46,7 @@ class Turn:
     prompt_ids: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    answers: tuple[int, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -64,22 +67,37 @@ class Adapter:
     turn: Callable[[Span], Turn | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A message as a span tells it.
+
+    Args:
+        calls: the ids of its calls, one for each; empty texts where they have none.
+        answers: the id of the call that a tool's result answers; empty where nobody says.
+    """
+
+    message: Message
+    calls: tuple[str, ...] = ()
+    answers: str = ""
+
+
 def make_turn(
-    span: Span, messages: Sequence[Message], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
+    span: Span, messages: Sequence[Told], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
     """The turn with the tokens that the span has, checked.
 
     Raises:
         ValueError: it makes no sense, and why.
     """
-    told = tuple(_named_results(messages))
+    told, answers = _answered(messages)
     if not told or len(told) > MOST_MESSAGES:
         raise ValueError(f"a turn has 1 to {MOST_MESSAGES} messages before it")
     if sum(len(each.content) + len(each.thought) for each in (*told, said)) > MOST_TEXT:
         raise ValueError(f"the messages of a turn have at most {MOST_TEXT} characters")
     prompt_ids, sampled_ids = (_ids(span, names) for names in (span_names.PROMPT_IDS, span_names.SAMPLED_IDS))
     ended: FinishReason = "length" if finish_reason in ("length", "max_tokens") else "stop"
-    return Turn(told, said, tuple(tools), ended, prompt_ids, sampled_ids, _logprobs(span, len(sampled_ids)))
+    logprobs = _logprobs(span, len(sampled_ids))
+    return Turn(told, said, tuple(tools), ended, prompt_ids, sampled_ids, logprobs, answers)
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
@@ -132,18 +150,28 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
     return [_with_whole_characters(item, levels - 1) for item in value] if isinstance(value, list) else value
 
 
-def _named_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages; a tool's result without a name has that of the call that it answers, the next one without a result."""
+def _answered(told: Sequence[Told]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+    """The messages, where a tool's result has the name of the call that it answers; and which calls the last results answer.
+
+    A result whose call nobody names is of the next one that has none.
+    """
     found: list[Message] = []
-    waiting: list[str] = []
-    for each in messages:
-        if each.role == "assistant":
-            waiting = [call.name for call in each.tool_calls]
-        elif each.role == "tool":
-            name = waiting.pop(0) if waiting else ""
-            each = each if each.name else Message("tool", each.content, name=name)
-        found.append(each)
-    return found
+    calls: tuple[ToolCall, ...] = ()
+    ids: tuple[str, ...] = ()
+    left, answers = list[int](), list[int]()
+    for each in told:
+        message = each.message
+        if message.role == "assistant":
+            calls, ids, left, answers = message.tool_calls, each.calls, list(range(len(message.tool_calls))), []
+        elif message.role == "tool":
+            place = ids.index(each.answers) if each.answers and each.answers in ids else -1
+            place = place if place in left else next(iter(left), -1)
+            answers.append(place)
+            if place >= 0:
+                left.remove(place)
+                message = Message("tool", message.content, name=message.name or calls[place].name)
+        found.append(message)
+    return tuple(found), tuple(answers)
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:

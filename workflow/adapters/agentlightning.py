@@ -4,10 +4,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.workflow.adapters import MOST_MESSAGES, Adapter, Turn, make_call, make_message, make_schema, make_turn, parsed
+from agentrl.workflow.adapters import (
+    MOST_MESSAGES,
+    Adapter,
+    Told,
+    Turn,
+    make_call,
+    make_message,
+    make_schema,
+    make_turn,
+    parsed,
+)
 from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.span_names import COMPLETION, FUNCTIONS, PROMPT
-from agentrl.workflow.trajectory import Message
 
 _NUMBERED, _CALL = re.compile(span_names.NUMBERED), re.compile(span_names.NUMBERED_CALL)
 
@@ -27,22 +36,26 @@ def _turn(span: Span) -> Turn | None:
     tools = [
         make_schema(each.get("name"), each.get("description"), each.get("parameters")) for _, each in _sorted(found[FUNCTIONS])
     ]
-    messages = [_message(each) for _, each in _sorted(found[PROMPT])]
-    return make_turn(span, messages, _message({"role": "assistant", **said}), tools, str(said.get("finish_reason", "stop")))
+    messages = [_told(each) for _, each in _sorted(found[PROMPT])]
+    answer = _told({"role": "assistant", **said}).message
+    return make_turn(span, messages, answer, tools, str(said.get("finish_reason", "stop")))
 
 
 def _sorted(found: Mapping[int, dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
     return sorted(found.items())
 
 
-def _message(told: Mapping[str, Any]) -> Message:
+def _told(told: Mapping[str, Any]) -> Told:
     calls: dict[int, dict[str, Any]] = {}
     for key, value in told.items():
         if named := _CALL.fullmatch(key):
             calls.setdefault(int(named[1]), {})[named[2]] = value
     made = [make_call(call.get("name"), call.get("arguments")) for _, call in _sorted(calls)]
     thought = told.get("reasoning_content") or told.get("reasoning") or ""
-    return make_message(told.get("role"), _content(told.get("content", "")), made, str(thought), str(told.get("name") or ""))
+    content, name = _content(told.get("content", "")), str(told.get("name") or "")
+    message = make_message(told.get("role"), content, made, str(thought), name)
+    ids = tuple(str(call.get("id") or "") for _, call in _sorted(calls))
+    return Told(message, ids, str(told.get("tool_call_id") or ""))
 
 
 def _content(value: Any) -> str:

@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.workflow.adapters import Adapter, Turn, make_call, make_message, make_schema, make_turn, parsed
+from agentrl.workflow.adapters import Adapter, Told, Turn, make_call, make_message, make_schema, make_turn, parsed
 from agentrl.workflow.spans import Span
 from agentrl.workflow.spans import span_names as names
 from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.trajectory import Message
 
 
 def _turn(span: Span) -> Turn | None:
@@ -20,7 +19,7 @@ def _turn(span: Span) -> Turn | None:
     system = parsed(span.attributes.get(names.GEN_AI_SYSTEM)) or []
     before = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
     messages = [message for each in [*before, *told] for message in _messages(each)]
-    answers = _messages(said[0])
+    answers = [each.message for each in _messages(said[0])]
     if len(answers) != 1 or answers[0].role != "assistant":
         raise ValueError(f"the first of {names.GEN_AI_OUTPUT} is an assistant's message")
     endings = parsed(span.attributes.get(names.GEN_AI_ENDINGS))
@@ -28,13 +27,14 @@ def _turn(span: Span) -> Turn | None:
     return make_turn(span, messages, answers[0], _tools(span), str(ending))
 
 
-def _messages(each: Any) -> list[Message]:
+def _messages(each: Any) -> list[Told]:
     """A message of the conventions; results of several calls in one are several here."""
     if not isinstance(each, Mapping):
         raise ValueError("a message is an object with role and parts")
     parts = each.get("parts", each.get("content", []))
     parts = parts if isinstance(parts, list) else [parts]
-    texts, thoughts, calls, results = list[str](), list[str](), [], list[str]()
+    texts, thoughts, calls = list[str](), list[str](), []
+    ids, results = list[str](), list[tuple[str, str]]()
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind == "text":
@@ -43,15 +43,17 @@ def _messages(each: Any) -> list[Message]:
             thoughts.append(str(part.get("content", "")))
         elif kind == "tool_call":
             calls.append(make_call(part.get("name"), part.get("arguments")))
+            ids.append(str(part.get("id") or ""))
         elif kind == "tool_call_response":
-            results.append(_text(next((part[name] for name in names.GEN_AI_RESULT if name in part), "")))
+            came = _text(next((part[name] for name in names.GEN_AI_RESULT if name in part), ""))
+            results.append((came, str(part.get("id") or "")))
         else:
             raise ValueError(f"a part of the type {str(kind)[:40]!r} is not known: text, reasoning and calls are")
     if each.get("role") == "tool" and not results:
-        results = ["".join(texts)]
+        results = [("".join(texts), "")]
     if results:
-        return [make_message("tool", text, name=str(each.get("name") or "")) for text in results]
-    return [make_message(each.get("role"), "\n".join(texts), calls, "\n".join(thoughts))]
+        return [Told(make_message("tool", text, name=str(each.get("name") or "")), (), call) for text, call in results]
+    return [Told(make_message(each.get("role"), "\n".join(texts), calls, "\n".join(thoughts)), tuple(ids))]
 
 
 def _text(value: Any) -> str:

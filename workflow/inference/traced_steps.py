@@ -74,7 +74,7 @@ def traced_steps(
             shared=draft.shared,
         )
         lines.add(step)
-        shown = _shown(made, draft) if draft.shared is None else {}
+        shown = _shown(made, draft, turn.answers) if draft.shared is None else {}
         made.append(TracedStep(step, chat.decode(sampled_ids), turn.tools, draft.shared_messages, shown))
     return made
 
@@ -88,10 +88,11 @@ def _place(lines: Lines, messages: tuple[Message, ...], prompt_ids: tuple[int, .
     return opening(lines, messages, prompt_ids, OTHER if lines.steps else None)
 
 
-def _shown(made: Sequence[TracedStep], draft: AgentDraft) -> dict[tuple[int, int], str]:
-    """What came of the calls of the step that the draft goes on from: the tools' messages, in the order of the calls."""
+def _shown(made: Sequence[TracedStep], draft: AgentDraft, answers: Sequence[int]) -> dict[tuple[int, int], str]:
+    """What came of the calls of the step that the draft goes on from: the tools' messages; `answers` as in `Turn`."""
     if not made or draft.parent < 0:
         return {}
     results = [message.content for message in draft.messages if message.role == "tool"]
     calls = len(made[draft.parent].step.message.tool_calls)
-    return {(draft.parent, number): text for number, text in enumerate(results[:calls])}
+    places = answers or range(len(results))
+    return {(draft.parent, place): text for place, text in zip(places, results, strict=False) if 0 <= place < calls}

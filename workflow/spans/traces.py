@@ -1,6 +1,6 @@
 """Spans of one rollout put together: by the rollout that they name, else by their conversation, else by their trace."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.workflow.spans import Span, span_names
@@ -25,23 +25,45 @@ class Trace:
 
 
 def traces_of(spans: Sequence[Span]) -> list[Trace]:
-    """The rollouts that the spans are of, in the order in which they began.
+    """The rollouts that the spans are of, in the order in which they began; what began at the same time stays as it came.
 
-    A span that was exported twice counts once. Of a rollout with several attempts the one that began last counts.
+    A span that names no rollout is of the first that its trace names. A span that was exported twice counts once. Of a rollout
+    with several attempts the one that began last counts, with what names no attempt.
     """
-    known = {(span.trace_id, span.span_id): span for span in reversed(spans)}
-    ordered = sorted(known.values(), key=lambda span: (span.start, span.trace_id, span.span_id))
-    names = {span.trace_id: "" for span in ordered}
+    known: dict[tuple[str, str], Span] = {}
+    for span in spans:
+        known.setdefault((span.trace_id, span.span_id), span)
+    ordered = sorted(known.values(), key=lambda span: span.start)
+    keys = _first_told(ordered, episode_named)
+    for trace, talk in _first_told(ordered, lambda span: _of(span, span_names.CONVERSATION)).items():
+        keys.setdefault(trace, talk)
+    attempts = _first_told(ordered, _attempt)
+    found: dict[str, dict[str, list[Span]]] = {}
     for span in ordered:
-        names[span.trace_id] = names[span.trace_id] or episode_named(span)
-    for span in ordered:
-        names[span.trace_id] = names[span.trace_id] or _of(span, span_names.CONVERSATION)
-    attempts: dict[str, dict[str, list[Span]]] = {}
-    for span in ordered:
-        attempt = next((told for name in span_names.ATTEMPT if (told := _of(span, name))), "")
-        attempts.setdefault(names[span.trace_id] or span.trace_id, {}).setdefault(attempt, []).append(span)
-    last = {key: max(found.values(), key=lambda some: some[0].start) for key, found in attempts.items()}
-    return sorted((Trace(key, tuple(some)) for key, some in last.items()), key=lambda trace: trace.spans[0].start)
+        key = episode_named(span) or keys.get(span.trace_id) or span.trace_id
+        found.setdefault(key, {}).setdefault(_attempt(span) or attempts.get(span.trace_id, ""), []).append(span)
+    made = [Trace(key, tuple(_of_last(some))) for key, some in found.items()]
+    return sorted(made, key=lambda trace: trace.spans[0].start)
+
+
+def _first_told(spans: Sequence[Span], told: Callable[[Span], str]) -> dict[str, str]:
+    """Trace -> what the first of its spans that says anything says."""
+    found: dict[str, str] = {}
+    for span in spans:
+        if said := told(span):
+            found.setdefault(span.trace_id, said)
+    return found
+
+
+def _of_last(attempts: Mapping[str, list[Span]]) -> list[Span]:
+    """The spans of the attempt that began last, and those of none."""
+    named = [some for attempt, some in attempts.items() if attempt]
+    last = max(reversed(named), key=lambda some: some[0].start) if named else []
+    return sorted([*last, *attempts.get("", [])], key=lambda span: span.start)
+
+
+def _attempt(span: Span) -> str:
+    return next((told for name in span_names.ATTEMPT if (told := _of(span, name))), "")
 
 
 def _of(span: Span, name: str) -> str:

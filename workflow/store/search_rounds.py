@@ -49,7 +49,7 @@ def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
     roles = schema.run_tasks.c
     query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
     found: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
-    for row in tx.execute(query.where(roles.run_id == run_id).order_by(schema.tasks.c.id)).mappings():
+    for row in tx.execute(query.where(roles.run_id == run_id).order_by(schema.tasks.c.content_hash)).mappings():
         found[row["role"]][row["id"]] = task_value(row)
     return SearchTasks(**found)
 

@@ -166,9 +166,9 @@ VIEWS = {
     "v_resources": """
         SELECT v.id, r.name AS run, v.name, v.version, v.parent_version, v.note, v.chosen, v.text,
                (SELECT count(*) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
-                WHERE l.resource_id = v.id AND e.status = 'done') AS episodes_done,
+                WHERE l.resource_id = v.id AND e.run_id = v.run_id AND e.status = 'done') AS episodes_done,
                (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
-                WHERE l.resource_id = v.id AND e.status = 'done') AS mean_reward,
+                WHERE l.resource_id = v.id AND e.run_id = v.run_id AND e.status = 'done') AS mean_reward,
                (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
                 JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id
                 WHERE l.resource_id = v.id AND e.status = 'done' AND m.role = 'choose') AS choose_reward, v.created_at
