@@ -1,9 +1,13 @@
 """A search goes on from its record: the same way each time, whatever a critic says, and what it chose is measured apart."""
 
+import contextlib
 import json
 import random
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,16 @@ import pytest
 
 from agentrl.workflow.algorithms import Algorithm, Search, search_function, searches, settle_run, settle_search
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError, InfraError, ServiceError
+from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.responses import ChatReply
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resources import LONGEST, MOST, Prompt, fault_of, read_resources
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, score
 from agentrl.workflow.search.beam import edited
 from agentrl.workflow.search.feedback import LONGEST as LONGEST_TOLD
 from agentrl.workflow.search.feedback import told
+from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task, ToolCall, ToolResult
 from tests.support.scripted_critic import ScriptedCritic, ruled_parts
 
@@ -137,6 +144,40 @@ def test_a_critic_that_answers_nonsense_changes_nothing(name: str, said: str) ->
 def test_an_edit_is_what_stands_between_the_tags() -> None:
     assert edited("So: <prompt>\nAdd {a}.\n</prompt> Done.") == "Add {a}."
     assert edited("</prompt>") == ""
+
+
+def test_tags_without_end_take_no_time() -> None:
+    began = time.process_time()
+    assert edited("<prompt>" * 12_500) == ""
+    assert edited("<prompt>" * 6_000 + "</prompt>" * 5_000) != ""
+    assert time.process_time() - began < 0.5
+
+
+def test_a_critic_whose_answer_drips_or_is_huge_is_given_up() -> None:
+    """Bytes that come now and then keep no search waiting for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        settings = Settings(critic_url=f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+        def drip(piece: bytes, pause: float) -> None:
+            link, _ = listening.accept()
+            with link, contextlib.suppress(OSError):
+                link.recv(65536)
+                link.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{")
+                for _ in range(200):
+                    link.sendall(piece)
+                    time.sleep(pause)
+
+        for piece, pause, kind, said in (
+            (b" ", 0.05, ServiceError, "has not ended after 1 seconds"),
+            (b" " * 65536, 0.0, InfraError, "with more than 1048576 bytes"),
+        ):
+            server = threading.Thread(target=drip, args=(piece, pause))
+            server.start()
+            asked = Connection(settings, "critic", most=2**20, seconds=1.0)
+            with pytest.raises(kind, match=said):
+                asked.read(ChatReply, "/v1/chat/completions", {})
+            asked.close()
+            server.join()
 
 
 def test_a_search_that_goes_another_way_than_its_record_says_so() -> None:

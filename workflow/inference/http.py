@@ -1,6 +1,7 @@
 """A connection to a server that samples: parses its JSON answers and turns its refusals into our errors. Free of torch."""
 
 import json
+import time
 from typing import Any, Literal
 
 import httpx2
@@ -36,19 +37,24 @@ class Connection:
     Args:
         settings: with `engine_url` and `engine_key`, or with those of `who`.
         who: whose server it is: the engine's or the critic's.
+        most: the largest answer in bytes; None: MAX_BYTES.
+        seconds: the longest wait for an answer, to its end.
 
     Raises:
         ConfigError: there is no URL, or one of another kind.
     """
 
-    def __init__(self, settings: Settings, who: Who = "engine") -> None:
+    def __init__(
+        self, settings: Settings, who: Who = "engine", most: int | None = None, seconds: float = ANSWER_SECONDS
+    ) -> None:
         check_url(settings, who)
         self._who, self._variable = who, f"AGENTRL_{who.upper()}"
+        self._most, self._seconds = most or MAX_BYTES, seconds
         self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
         key = getattr(settings, f"{who}_key")
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
         )
 
@@ -74,9 +80,10 @@ class Connection:
         self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> bytes:
+        until = time.monotonic() + self._seconds
         try:
             with self._client.stream(method, self.url + path, json=body) as response:
-                status, answer = response.status_code, self._body(path, response)
+                status, answer = response.status_code, self._body(path, response, until)
         except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             said = f"The {self._who}'s server at {self.url} does not answer: {type(error).__name__}: {error}."
             raise ServiceError(said, f"Start it, or correct {self._variable}_URL.") from error
@@ -91,12 +98,14 @@ class Connection:
             raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
         raise RequestRefused(self.url, path, status, said)
 
-    def _body(self, path: str, response: httpx2.Response) -> bytes:
+    def _body(self, path: str, response: httpx2.Response, until: float) -> bytes:
         body = bytearray()
         for part in response.iter_bytes():
             body += part
-            if len(body) > MAX_BYTES:
-                raise InfraError(f"The server at {self.url} answered {path} with more than {MAX_BYTES} bytes.")
+            if len(body) > self._most:
+                raise InfraError(f"The server at {self.url} answered {path} with more than {self._most} bytes.")
+            if time.monotonic() > until:  # the client's own limit begins anew with each byte
+                raise httpx2.ReadTimeout(f"its answer has not ended after {self._seconds:g} seconds")
         return bytes(body)
 
 

@@ -5,7 +5,6 @@ algorithms 1 to 3; here every candidate is tried on all tasks that choose, in pl
 """
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ from agentrl.workflow.resources import places
 from agentrl.workflow.search import Candidate, Critic, Resources, Rollouts, score
 from agentrl.workflow.search.feedback import told
 from agentrl.workflow.trajectory import Group, Task
-
-_EDITED = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
 def run(
@@ -68,9 +65,9 @@ def _edits(
 
 
 def edited(answer: str) -> str:
-    """The prompt in a critic's answer; empty where there is none."""
-    found = _EDITED.search(answer)
-    return found[1].strip() if found else ""
+    """The prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty where there is none."""
+    text, closed, _ = answer.partition("<prompt>")[2].rpartition("</prompt>")
+    return text.strip() if closed else ""
 
 
 def _ask_for_critique(text: str, name: str, groups: Sequence[Group]) -> str:

@@ -16,6 +16,8 @@ from agentrl.workflow.settings import Settings
 AT_ONCE = 8
 LONGEST_ANSWER = 100_000
 """Characters; the rest of an answer is cut off."""
+MOST_BYTES = 4 * 2**20
+"""Of an answer as it comes."""
 
 Recorded = Callable[[str, list[dict[str, str]], str, float], str]
 """Keeps an answer: its key, what was asked, the answer, seconds. Returns the one that is kept: another may have written it."""
@@ -36,7 +38,7 @@ class RecordedCritic:
 
     def __init__(self, asked: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
         self._asked, self._answers, self._record = asked, answers, record
-        self._connection = Connection(settings, "critic")
+        self._connection = Connection(settings, "critic", MOST_BYTES)
         self._times: Counter[str] = Counter()
 
     def __call__(self, prompt: str) -> str:
