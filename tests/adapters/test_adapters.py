@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.workflow.adapters import Turn
+from agentrl.workflow.adapters import Turn, parsed
 from agentrl.workflow.adapters.agentlightning import agentlightning
 from agentrl.workflow.adapters.genai import genai
 from agentrl.workflow.chains import chains_of
@@ -190,3 +190,34 @@ def test_turns_without_tokens_are_rendered_and_their_logprobs_are_not_known() ->
 def test_tokens_of_a_larger_model_are_refused() -> None:
     with pytest.raises(ValueError, match="its tokens are none of the model's, which knows 7"):
         traced_steps(turns(((ASKED,), ANSWER)), [None], chat(), 7, exact=True)
+
+
+HALF = r'{"a": "\ud800", "\udc00": ["\ud83d\ude00"]}'
+
+
+def test_half_a_surrogate_pair_that_json_spells_becomes_a_character() -> None:
+    said = {"gen_ai.completion.0.tool_calls.0.name": "f", "gen_ai.completion.0.tool_calls.0.arguments": HALF}
+    tool = {"llm.request.functions.0.name": "f", "llm.request.functions.0.parameters": HALF}
+    listed = {"gen_ai.input.messages": r'[{"role": "user", "parts": ["\ud800"]}]', "gen_ai.output.messages": json.dumps([ONE])}
+    for read in (agentlightning.turn(span(1, "x", flat((ASKED,), ANSWER) | said | tool)), genai.turn(span(1, "x", listed))):
+        assert read is not None
+        (made,) = traced_steps([read], [None], chat(), 10**6, exact=False)
+        assert made.text.encode()
+    assert parsed(HALF) == {"a": "?", "?": ["\U0001f600"]}
+
+
+ONE = {"role": "assistant", "parts": ["x"]}
+
+
+@pytest.mark.parametrize("logprob", ["-1" + "0" * 400, "-1e300", "-1e999", "NaN", "0.1"])
+def test_a_logprob_that_32_bits_do_not_hold_is_refused(logprob: str) -> None:
+    told = {"prompt_token_ids": [1], "response_token_ids": [1], "logprobs.content": f"[{logprob}]"}
+    with pytest.raises(ValueError, match="a token's logprob is a number from"):
+        agentlightning.turn(span(1, "x", flat((ASKED,), ANSWER) | told))
+
+
+def test_tools_of_wild_shapes_are_read_as_far_as_they_go() -> None:
+    told = {"gen_ai.tool.definitions": '[{"function": 1, "name": "f"}, 2, {"name": ["a"], "parameters": [[]]}]'}
+    read = genai.turn(span(1, "x", parts((ASKED,), ANSWER) | told))
+    assert read is not None
+    assert [each["function"]["name"] for each in read.tools] == ["f", "['a']"]

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +19,11 @@ from agentrl.workers.requests.import_request import prepare_import
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import build
+from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.models.loading import load_tokenizer
 from agentrl.workflow.spans import Span
+from agentrl.workflow.spans.trace_files import read_traces
+from agentrl.workflow.spans.traces import traces_of
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.imported_runs import write_import
@@ -184,6 +190,30 @@ def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_token
     assert "The tokens are none of" in said
     assert "Name the model that sampled them" in said
     assert value(db, "SELECT count(*) FROM runs") == 1
+
+
+def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place, said in (("pipe", "is no file"), (".", "is no file"), ("/dev/zero", "is no file"), ("loop", "Cannot read")):
+        with pytest.raises(DatasetError, match=said):
+            read_traces(tmp_path / place)
+    (tmp_path / "lines.gz").write_bytes(gzip.compress(b"{}\n" * 5_000_000, 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DatasetError, match="more than 200000 spans, or lines"):
+            read_traces(tmp_path / "lines.gz")
+        assert tracemalloc.get_traced_memory()[1] < 400 * 2**20  # it took 900
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_resource_says_at_length_names_no_episode_and_takes_no_time() -> None:
+    told = {name: ["1"] * 100_000 for name in ("rollout_id", "gen_ai.conversation.id", "attempt_id")}
+    began = time.process_time()
+    (trace,) = traces_of([replace(each, resource=told) for each in (span(n, "x", {}) for n in range(1, 5000))])
+    assert (trace.key, len(trace.spans)) == (f"{1:032x}", 4999)
+    assert time.process_time() - began < 5  # it took minutes
 
 
 def test_the_adapter_shown_reads_what_only_it_knows(

@@ -4,7 +4,6 @@ What stands in them is a stranger's: texts, calls and tokens are bounded and che
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ MOST_TEXT = 4_000_000
 MOST_MESSAGES = 10_000
 MOST_TOKENS = 1_000_000
 LARGEST_ID = 2**31 - 1
+LOWEST_LOGPROB = -1e30
+"""What is kept in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,21 @@ def parsed(value: Any) -> Any:
     """
     if isinstance(value, str) and len(value) <= MOST_TEXT:
         with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+            value = _with_whole_characters(json.loads(value), MOST_DEPTH + 1) if "\\u" in value else json.loads(value)
     if is_deep(value, MOST_DEPTH):
         raise ValueError(f"objects and lists stand in one another in more than {MOST_DEPTH} levels")
     return value
+
+
+def _with_whole_characters(value: Any, levels: int) -> Any:
+    """The value without halves of surrogate pairs, which JSON can spell and no tokenizer reads; deeper levels are left."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if not levels:
+        return value
+    if isinstance(value, dict):
+        return {_with_whole_characters(key, 1): _with_whole_characters(item, levels - 1) for key, item in value.items()}
+    return [_with_whole_characters(item, levels - 1) for item in value] if isinstance(value, list) else value
 
 
 def _named_results(messages: Sequence[Message]) -> list[Message]:
@@ -157,6 +169,6 @@ def _logprobs(span: Span, count: int) -> tuple[float, ...]:
     found: list[Any] = [each.get("logprob") if isinstance(each, Mapping) else each for each in value]
     if len(found) != count:
         return ()
-    if not all(type(each) in (int, float) and math.isfinite(each) and each <= 0 for each in found):
-        raise ValueError("a token's logprob is a finite number up to 0")
+    if not all(type(each) in (int, float) and LOWEST_LOGPROB <= each <= 0 for each in found):
+        raise ValueError(f"a token's logprob is a number from {LOWEST_LOGPROB:g} to 0")
     return tuple(map(float, found))

@@ -60,7 +60,8 @@ def _text(value: Any) -> str:
 
 def _tools(span: Span) -> list[Schema]:
     told = parsed(span.attributes.get(names.GEN_AI_TOOLS))
-    found = [each.get("function", each) for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
+    listed = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
+    found = [each["function"] if isinstance(each.get("function"), Mapping) else each for each in listed]
     return [make_schema(each.get("name"), each.get("description"), each.get("parameters")) for each in found]
 
 

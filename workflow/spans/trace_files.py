@@ -1,6 +1,8 @@
 """Files of traces: what an exporter would post, one JSON document, one a line, or protobuf; compressed with gzip or not."""
 
+import io
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from agentrl.workflow.errors import DatasetError
@@ -18,6 +20,8 @@ def read_traces(path: Path) -> list[Span]:
     Raises:
         DatasetError: it cannot be read, or holds no traces; the line is named.
     """
+    if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
+        raise DatasetError(f"{str(path)!r} is no file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST.bytes + 1)
@@ -26,13 +30,14 @@ def read_traces(path: Path) -> list[Span]:
     if len(data) > LARGEST.bytes:
         raise DatasetError(f"{str(path)!r} has more than {LARGEST.bytes} bytes.", "Split it, and import the parts.")
     found: list[Span] = []
-    for where, each in _documents(path, data):
+    for count, (where, each) in enumerate(_documents(path, data), 1):
         try:
             found += each
         except OtlpError as error:
             raise DatasetError(f"{where} is no export of traces: {error}.", "OTLP is read, as JSON or protobuf.") from None
-        if len(found) > LARGEST.spans:
-            raise DatasetError(f"{str(path)!r} has more than {LARGEST.spans} spans.", "Split it, and import the parts.")
+        if len(found) > LARGEST.spans or count > LARGEST.spans:
+            said = f"{str(path)!r} has more than {LARGEST.spans} spans, or lines."
+            raise DatasetError(said, "Split it, and import the parts.")
     return found
 
 
@@ -44,12 +49,17 @@ def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
     if data.lstrip()[:1] != b"{":
         yield named, _spans(data, PROTOBUF)
         return
-    lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
-    if len(lines) > 1 and lines[0][1].rstrip()[-1:] == b"}" and lines[1][1].lstrip()[:1] == b"{":
-        for number, line in lines:
+    first = [line.strip() for _, line in islice(_lines(data), 2)]
+    if len(first) > 1 and first[0][-1:] == b"}" and first[1][:1] == b"{":
+        for number, line in _lines(data):
             yield f"Line {number} of {named}", _spans(line, JSON)
     else:
         yield named, _spans(data, JSON)
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, by number; one at a time: there may be a hundred million."""
+    return ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
 
 
 def _spans(data: bytes, kind: str) -> Iterator[Span]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.workflow.spans import Span, span_names
-from agentrl.workflow.spans.span_annotations import episode_named
+from agentrl.workflow.spans.span_annotations import episode_named, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Trace:
 
     def told(self, name: str) -> str:
         """What the first span that says anything says under that name; else empty."""
-        return next((str(value) for span in self.spans if (value := _of(span, name))), "")
+        return next((str(value) for span in self.spans if (value := span.attributes.get(name, span.resource.get(name)))), "")
 
     @property
     def error(self) -> str | None:
@@ -45,5 +45,4 @@ def traces_of(spans: Sequence[Span]) -> list[Trace]:
 
 
 def _of(span: Span, name: str) -> str:
-    found = span.attributes.get(name, span.resource.get(name))
-    return "" if found is None else str(found)
+    return named(span.attributes if name in span.attributes else span.resource, name)
