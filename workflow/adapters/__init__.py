@@ -157,18 +157,19 @@ def _answered(told: Sequence[Told]) -> tuple[tuple[Message, ...], tuple[int, ...
     """
     found: list[Message] = []
     calls: tuple[ToolCall, ...] = ()
-    ids: tuple[str, ...] = ()
-    left, answers = list[int](), list[int]()
+    places: dict[str, int] = {}
+    left, answers = dict[int, None](), list[int]()
     for each in told:
         message = each.message
         if message.role == "assistant":
-            calls, ids, left, answers = message.tool_calls, each.calls, list(range(len(message.tool_calls))), []
+            calls, answers = message.tool_calls, []
+            places, left = {name: place for place, name in enumerate(each.calls) if name}, dict.fromkeys(range(len(calls)))
         elif message.role == "tool":
-            place = ids.index(each.answers) if each.answers and each.answers in ids else -1
+            place = places.get(each.answers, -1)
             place = place if place in left else next(iter(left), -1)
             answers.append(place)
             if place >= 0:
-                left.remove(place)
+                del left[place]
                 message = Message("tool", message.content, name=message.name or calls[place].name)
         found.append(message)
     return tuple(found), tuple(answers)

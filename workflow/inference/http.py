@@ -37,17 +37,19 @@ class Connection:
     Args:
         settings: with `engine_url` and `engine_key`, or with those of `who`.
         who: whose server it is: the engine's or the critic's.
-        most: the largest answer in bytes.
+        most: the largest answer in bytes; None: MAX_BYTES.
         seconds: the longest wait for an answer, to its end.
 
     Raises:
         ConfigError: there is no URL, or one of another kind.
     """
 
-    def __init__(self, settings: Settings, who: Who = "engine", most: int = MAX_BYTES, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self, settings: Settings, who: Who = "engine", most: int | None = None, seconds: float = ANSWER_SECONDS
+    ) -> None:
         check_url(settings, who)
         self._who, self._variable = who, f"AGENTRL_{who.upper()}"
-        self._most, self._seconds = most, seconds
+        self._most, self._seconds = most or MAX_BYTES, seconds
         self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
         key = getattr(settings, f"{who}_key")
         self._client = httpx2.Client(
