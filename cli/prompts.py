@@ -71,6 +71,8 @@ def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
 
 
 def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
+    from agentrl.workflow.store.reads.resource_rows import count_critic_calls
+
     gain = gain_of(db, run)
     if as_json:
         measures = ("first", "second", "difference", "low", "high", "p_value", "tasks", "won", "lost", "tied")
@@ -89,6 +91,9 @@ def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
     )
     for line in gain_lines(gain):
         show(line)
+    if gain is None and all(row.version == 0 for row in rows) and (asked := count_critic_calls(db, run)):
+        say(f"The critic was asked {asked} times, and no edit of its could be tried. What it answered:")
+        say(f"  agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
     if any(row.chosen and row.version for row in rows):
         say(f"The text itself: agentrl prompts {run} show best")
 

@@ -30,6 +30,10 @@ class InMemoryStore:
         models.mkdir(parents=True, exist_ok=True)
         (self.folder / "models").symlink_to(models)
 
+    def __fspath__(self) -> str:
+        """Its folder, for `agentrl.open`."""
+        return str(self.folder)
+
     def close(self) -> None:
         """Stops its workers and removes it; may be repeated."""
         if self.folder.exists():

@@ -1,5 +1,6 @@
 """A store that was opened for reading: `agentrl.open()`."""
 
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +86,20 @@ class Store:
         return f"<p><b>{html.text(repr(self))}</b></p>{self.runs()._repr_html_()}"
 
 
-def open_store(place: "str | Path | None" = None) -> Store:
+def open_store(place: "str | PathLike[str] | None" = None) -> Store:
     """Opens a store for reading.
 
     Args:
-        place: a data folder, a SQLite file, or the URL of a database (`sqlite:///runs.db`, `postgresql://...`); None: the one
-            that the commands use here.
+        place: a data folder, a SQLite file, or the URL of a database (`sqlite:///runs.db`, `postgresql://...`), or an
+            `InMemoryStore`; None: the one that the commands use here.
 
     Raises:
         NotFoundError: there is none.
         ConfigError: it is no place.
     """
-    if not isinstance(place, str | Path | None):
+    if not isinstance(place, str | PathLike | None):
         raise ConfigError(f"A store is a folder, a file or a URL, not {place!r:.60}.")
-    where = settings() if place is None else _settings_of(str(place))
+    where = settings() if place is None else _settings_of(str(fspath(place)))
     file = user_sql.sqlite_file(where)
     if file is not None and not (file.is_file() and file.stat().st_size):
         raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")

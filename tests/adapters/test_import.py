@@ -29,7 +29,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.imported_runs import write_import
 from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.run_names import find_stored_policy
-from agentrl.workflow.trajectory import Message
+from agentrl.workflow.trajectory import Message, ToolCall
 from tests.faults.test_mending import a_worker, do_jobs
 from tests.project.documents import DOCS, between
 from tests.support.played_runs import value, values
@@ -228,6 +228,66 @@ def test_the_adapter_shown_reads_what_only_it_knows(
     broken = write(tmp_path / "u.jsonl", [span(1, "ask", {})])
     refused = told(capsys, "import", "otlp", broken, "--policy", model, "--adapter", "my_adapter:loud", code=2)
     assert "1: the adapter loud raised KeyError: 'question'" in refused
+
+
+def test_a_reward_is_the_episodes_that_it_names_wherever_it_was_traced(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = []
+    for trace, earned in ((1, 1.0), (2, 0.25)):
+        turns = [replace(each, resource={"agentlightning.rollout_id": f"ro-{trace}"}) for each in rollout(chat, trace)]
+        named = {"agentlightning.rollout_id": f"ro-{trace}"}
+        told_at_the_end = reward(300 + trace, earned, trace=1)
+        spans += [*turns, replace(told_at_the_end, attributes={**told_at_the_end.attributes, **named})]
+    told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    assert values(db, "SELECT reward FROM v_episodes ORDER BY id") == [1.0, 0.25]
+
+
+def test_a_reward_without_an_attempt_is_the_last_attempts(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"agentlightning.rollout_id": "ro-1"}
+    turns = [replace(each, resource={**named, "agentlightning.attempt_id": "at-1"}) for each in rollout(chat, 1)]
+    spans = [*turns, replace(reward(400, 0.5, trace=9), resource=named)]
+    told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    assert values(db, "SELECT reward || ':' || steps FROM v_episodes") == ["0.5:2"]
+
+
+def test_a_call_that_a_client_and_a_proxy_traced_is_one_step_with_the_proxys_tokens(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = []
+    for each in rollout(chat, 1):
+        plain = {key: value for key, value in each.attributes.items() if key.startswith(("gen_ai.", "llm.request"))}
+        outer = replace(each, span_id=f"f{each.span_id[1:]}", attributes=plain)
+        spans += [outer, replace(each, parent_id=outer.span_id, start=each.start + 1)]
+    said = told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    assert "1 episode of 1 task, 2 turns" in said
+    assert "agentrl submit --from-episodes" in said
+    assert value(db, "SELECT count(*) FROM v_annotations WHERE kind = 'span'") == 2
+
+
+def test_results_of_parallel_calls_are_their_calls_in_whatever_order_they_came(
+    db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = Message("assistant", "", tool_calls=tuple(ToolCall("calculator", {"expression": text}) for text in ("1+1", "2+2")))
+    results = (Message("tool", "4", name="calculator"), Message("tool", "2", name="calculator"))
+    turns = [flat((ASKED,), both), flat((ASKED, both, *results), ANSWER)]
+    ids = {f"tool_calls.{place}.id": f"c{place}" for place in range(2)}
+    turns[0] |= {f"gen_ai.completion.0.{key}": name for key, name in ids.items()}
+    turns[1] |= {f"gen_ai.prompt.1.{key}": name for key, name in ids.items()}
+    turns[1] |= {"gen_ai.prompt.2.tool_call_id": "c1", "gen_ai.prompt.3.tool_call_id": "c0"}
+    spans = [span(number, "chat", told) for number, told in enumerate(turns, 1)]
+    told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    assert values(db, "SELECT result FROM v_tool_calls ORDER BY call") == ["2", "4"]
+
+
+def test_turns_of_unknown_times_stay_in_the_order_of_the_file(
+    db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = [replace(each, span_id=f"{9 - place:016x}", start=0, end=0) for place, each in enumerate(rollout(chat, 1))]
+    told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", spans), "--policy", model)
+    assert value(db, "SELECT final_answer || steps FROM v_episodes") == "52"
 
 
 def test_an_import_is_written_whole_on_both_databases(database: Database, model: Path, chat: Chat) -> None:

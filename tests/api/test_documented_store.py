@@ -27,14 +27,16 @@ def test_the_shown_code_reads_a_real_run_samples_from_its_policy_and_saves_it(sh
 
 
 def test_the_shown_code_trains_on_rows_with_a_function_of_its_own(short_folder: Path, tmp_path: Path) -> None:
-    model = tiny_calling(tmp_path / "tiny", layers=4, width=128)
     (manual,) = between(DOCS / "how-to.md", "train from python", "python")
     readme = f"import agentrl\n{(ROOT / 'README.md').read_text().split('import agentrl')[1].split('```')[0]}"
     *lines, shown = readme.replace("epochs=3", "epochs=1").rstrip().splitlines()
+    models = short_folder / "home" / "models"
+    models.mkdir(parents=True)
+    tiny_calling(tmp_path / "tiny", layers=4, width=128).rename(models / "tiny-arithmetic")
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         (by_hand,) = between(DOCS / "how-to.md", "by hand", "python")
         for code in (f"{manual}\n{by_hand}", "\n".join([*lines, f"print({shown})"])):
-            said = _run(code.replace('"tiny"', repr(str(model))), stack.environment, tmp_path)
+            said = _run(code, stack.environment, tmp_path)
             assert ": done after" in said
             assert "<curve of train-" in said
         assert "Message(role='assistant'" in said

@@ -132,7 +132,7 @@ def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
     found = find_best_version(tx, run["id"])
     if found is None:
         measured = run["config"].get("eval", {}).get("every")
-        newest = f"Runs submitted with --eval-every N know theirs. The newest is {run['name']}."
+        newest = f"Runs with --eval-every N (in Python a val_dataset) know theirs. The newest is {run['name']}."
         hint = f"agentrl watch {run['name']}" if measured else newest
         raise NotFoundError(f"No policy version of {run['name']!r} was measured yet, so that none is its best.", hint)
     return found

@@ -80,6 +80,13 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
     return select_page(tx, CriticCallRow, conditions, values, paging or Paging(), BY_NUMBER, "-id")
 
 
+@sql_read_transaction
+def count_critic_calls(tx: Any, run: str) -> int:
+    """How often a search asked its critic."""
+    (row,) = select_rows(tx, "SELECT count(*) AS count FROM critic_calls WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
+    return int(row["count"])
+
+
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """Task -> mean reward on the held-out tasks, with the texts that a search began with, and with those that it chose."""
