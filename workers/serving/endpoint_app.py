@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from logging import getLogger
 from secrets import token_hex
@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.exchange import ClientGone, Exchange, Receive, Send
 from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
@@ -32,16 +33,12 @@ from agentrl.workflow.store.endpoint_reads import Place
 
 log = getLogger("agentrl.endpoint")
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 Read = Callable[[int], Awaitable[bytes]]
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_HEAD_BYTES = 32 * 2**10
 MOST_HELD_BYTES = 256 * 2**20
 """Bytes of all bodies together; each is kept until its call is answered, since it may have to be forwarded again."""
-DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
-"""What of a refused body is read and dropped, so that the client gets to read the refusal."""
 BODY_SECONDS = 60.0
 OPEN_PER_ATTEMPT = 64
 MOST_KEY_CHARS = 256
@@ -50,7 +47,6 @@ CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
 ANNOTATIONS, TRACES = "/v1/annotations", "/v1/traces"
 ROUTES = {CHAT: "POST", ANNOTATIONS: "POST", TRACES: "POST", MODELS: "GET", HEALTH: "GET"}
 _IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
-_JSON = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +153,18 @@ class Endpoint:
         """Answers one request."""
         if scope["type"] != "http":
             return
-        exchange = _Exchange(receive, send)
+        exchange = Exchange(receive, send)
         try:
             await self._answer(scope, exchange)
         except ApiError as error:
             await exchange.refuse(error)
-        except _ClientGone:
+        except ClientGone:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
             log.error("a call failed: %s in %s", type(error).__name__, _place_of(error))
             await exchange.refuse(api_errors.internal())
 
-    async def _answer(self, scope: dict[str, Any], exchange: "_Exchange") -> None:
+    async def _answer(self, scope: dict[str, Any], exchange: Exchange) -> None:
         if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
         path, key = _split_path(scope["path"])
@@ -200,7 +196,7 @@ class Endpoint:
                 answer = await door.answer(path, shown, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
 
-    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Takes an export of OpenTelemetry's traces: its spans become annotations of the key's episode."""
         kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
         try:
@@ -213,7 +209,7 @@ class Endpoint:
             return
         await exchange.answer(200, span_annotations.answer(kind, rejected, why), kind=kind)
 
-    async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> tuple[int, str]:
+    async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: Exchange) -> tuple[int, str]:
         """How many spans were not kept, and why the first of them was not."""
         if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
             raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
@@ -222,7 +218,7 @@ class Endpoint:
             async with self._turns.setdefault(key_hash(samples), asyncio.Lock()):  # an attempt with many waits for itself alone
                 return await self._take_in_turn(key, kind, headers, exchange)
 
-    async def _take_in_turn(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> tuple[int, str]:
+    async def _take_in_turn(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: Exchange) -> tuple[int, str]:
         place = require_open(await find_place(self.places, sampling_key(key)))
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
@@ -258,18 +254,18 @@ class Endpoint:
     def _door(self) -> Door:
         return self.door or AttemptDoor(self.places)
 
-    async def _call(self, path: str, key: str, headers: dict[bytes, bytes], exchange: "_Exchange") -> None:
+    async def _call(self, path: str, key: str, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         samples = sampling_key(key) if path == ANNOTATIONS else key
         with self._slot(key_hash(samples)):
             require_open(await find_place(self.places, samples))
             await self._forward(path, key_hash(samples), _headers_for_worker(key, headers), headers, exchange)
 
-    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: "_Exchange", most: int) -> bytes:
-        limits = replace(self.limits, body_bytes=min(most, self.limits.body_bytes))
-        return await exchange.body(headers.get(b"content-length", b""), limits, lambda size: None)
+    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: Exchange, most: int) -> bytes:
+        most, length = min(most, self.limits.body_bytes), headers.get(b"content-length", b"")
+        return await exchange.body(length, most, self.limits.body_seconds, lambda size: None)
 
     async def _forward(
-        self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: "_Exchange"
+        self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise api_errors.encoded_body()
@@ -283,14 +279,15 @@ class Endpoint:
             await exchange.unless_gone(forward.run())
 
     @asynccontextmanager
-    async def _body(self, headers: Mapping[bytes, bytes], exchange: "_Exchange") -> AsyncIterator[bytes]:
+    async def _body(self, headers: Mapping[bytes, bytes], exchange: Exchange) -> AsyncIterator[bytes]:
         """The body, which counts among those of all open calls until the end of the `with`.
 
         Raises:
             ApiError: it is too large, or all of them together are.
         """
         with self._held() as take:
-            yield await exchange.body(headers.get(b"content-length", b""), self.limits, take)
+            length = headers.get(b"content-length", b"")
+            yield await exchange.body(length, self.limits.body_bytes, self.limits.body_seconds, take)
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
@@ -331,92 +328,6 @@ class Endpoint:
             self._open[attempt] -= 1
             if not self._open[attempt]:
                 del self._open[attempt]
-
-
-class _ClientGone(Exception):
-    """The client hung up."""
-
-
-class _Exchange:
-    """One request and its answer, as ASGI gives them."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
-        self._begun = False
-        self._unread = True
-
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Sends the status and the headers."""
-        self._begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, piece: bytes, more: bool) -> None:
-        """Sends bytes, once the client has taken most of those before."""
-        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
-
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
-        """Sends a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
-        await self._drain()
-        told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
-        await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
-        await self.write(body, False)
-
-    async def refuse(self, error: ApiError) -> None:
-        """Answers with the error; where another answer was begun, uvicorn closes the connection."""
-        if not self._begun:
-            await self.answer(error.status, error.body, error.headers)
-
-    async def body(self, length: bytes, limits: Limits, take: Callable[[int], None]) -> bytes:
-        """Reads the body; `take` is told of each piece before it is kept.
-
-        Raises:
-            ApiError: it is too large, or does not come.
-            _ClientGone: the client hung up.
-        """
-        if length.isdigit() and int(length[:20]) > limits.body_bytes:
-            raise api_errors.too_large(limits.body_bytes)
-        found = bytearray()
-        try:
-            async with asyncio.timeout(limits.body_seconds):
-                while self._unread:
-                    piece = await self._piece()
-                    if len(found) + len(piece) > limits.body_bytes:
-                        raise api_errors.too_large(limits.body_bytes)
-                    take(len(piece))
-                    found += piece
-        except TimeoutError:
-            raise api_errors.too_slow(limits.body_seconds) from None
-        return bytes(found)
-
-    async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Waits for the work, and cancels it when the client hangs up."""
-        doing = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
-        try:
-            await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                doing.result()
-        finally:
-            for task in (doing, watching):
-                task.cancel()
-            await asyncio.gather(doing, watching, return_exceptions=True)
-
-    async def _piece(self) -> bytes:
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise _ClientGone
-        self._unread = message.get("more_body", False)
-        piece: bytes = message.get("body", b"")
-        return piece
-
-    async def _drain(self) -> None:
-        dropped = 0
-        try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while self._unread and dropped < DRAIN_BYTES:
-                    dropped += len(await self._piece())
-        except (TimeoutError, _ClientGone):
-            self._unread = False
 
 
 def _split_path(path: str) -> tuple[str, str]:

@@ -1,0 +1,103 @@
+"""One HTTP request and its answer, as ASGI gives them: the body within bounds, an answer that the client gets to read."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from agentrl.workers.serving import api_errors
+from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.upstream import Headers
+from agentrl.workflow.spans import otlp
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
+"""What of a refused body is read and dropped, so that the client gets to read the refusal."""
+_JSON = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client hung up."""
+
+
+class Exchange:
+    """One request and its answer, as ASGI gives them."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._begun = False
+        self._unread = True
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Sends the status and the headers."""
+        self._begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes, more: bool) -> None:
+        """Sends bytes, once the client has taken most of those before."""
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
+        """Sends a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
+        await self._drain()
+        told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
+        await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
+        await self.write(body, False)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answers with the error; where another answer was begun, uvicorn closes the connection."""
+        if not self._begun:
+            await self.answer(error.status, error.body, error.headers)
+
+    async def body(self, length: bytes, most: int, seconds: float, take: Callable[[int], None]) -> bytes:
+        """Reads the body, of so many bytes at most within so many seconds; `take` is told of each piece before it is kept.
+
+        Raises:
+            ApiError: it is too large, or does not come.
+            ClientGone: the client hung up.
+        """
+        if length.isdigit() and int(length[:20]) > most:
+            raise api_errors.too_large(most)
+        found = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._unread:
+                    piece = await self._piece()
+                    if len(found) + len(piece) > most:
+                        raise api_errors.too_large(most)
+                    take(len(piece))
+                    found += piece
+        except TimeoutError:
+            raise api_errors.too_slow(seconds) from None
+        return bytes(found)
+
+    async def unless_gone(self, work: Awaitable[None]) -> None:
+        """Waits for the work, and cancels it when the client hangs up."""
+        doing = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
+        try:
+            await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+        finally:
+            for task in (doing, watching):
+                task.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _piece(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self._unread = message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        return piece
+
+    async def _drain(self) -> None:
+        dropped = 0
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._unread and dropped < DRAIN_BYTES:
+                    dropped += len(await self._piece())
+        except (TimeoutError, ClientGone):
+            self._unread = False
