@@ -252,6 +252,8 @@ def test_the_score_is_the_mean_over_tasks_of_what_is_done() -> None:
         Group(TASKS[2], (done, Episode(TASKS[2], status="done", reward=0.0))),
     ]
     assert score(groups) == 0.75
+    broke = Episode(TASKS[3], status="failed", error="KeyError")
+    assert score([*groups, Group(TASKS[3], (broke, broke))]) == 0.5, "what broke its agent earned nothing"
     assert score([Group(TASKS[1], (failed,))]) == float("-inf")
 
 

@@ -209,12 +209,16 @@ def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group]) -> float:
-    """The mean over tasks of the mean reward of a task's episodes that are done; minus infinity where none is."""
+    """The mean over tasks of what a task's episodes earned (`group_score`); minus infinity where none earned anything."""
     means = [mean for mean in map(group_score, groups) if mean is not None]
     return fsum(means) / len(means) if means else float("-inf")
 
 
 def group_score(group: Group) -> float | None:
-    """The mean reward of a group's episodes that are done; None where none is."""
-    rewards = [episode.reward for episode in group.episodes if episode.status == "done" and episode.reward is not None]
+    """The mean reward of a group's episodes that are over; None where the system failed all of them.
+
+    One that failed by its agent or a reward earned nothing: else a text that breaks agents would be chosen for the rest.
+    """
+    over = [episode for episode in group.episodes if episode.status in ("done", "failed")]
+    rewards = [episode.reward or 0.0 if episode.status == "done" else 0.0 for episode in over]
     return fsum(rewards) / len(rewards) if rewards else None

@@ -99,13 +99,13 @@ class HeldOut:
 def find_held_out(tx: Any, run: str) -> HeldOut:
     """What a search measured on tasks that no choice has read; empty where it has not, or chose what it began with."""
     query = """
-        SELECT e.task_id, w.seed, avg(e.reward) AS mean
+        SELECT e.task_id, w.seed, avg(CASE WHEN e.status = 'failed' THEN 0.0 ELSE e.reward END) AS mean
         FROM (SELECT l.group_id, min(CASE WHEN v.version = 0 THEN 1 ELSE 0 END) AS seed,
                      min(CASE WHEN v.chosen THEN 1 ELSE 0 END) AS chosen
               FROM group_resources l JOIN resources v ON v.id = l.resource_id WHERE v.run_id = :id GROUP BY l.group_id) w
         JOIN episodes e ON e.group_id = w.group_id
         JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id
-        WHERE m.role = 'held_out' AND e.status = 'done' AND (w.seed = 1 OR w.chosen = 1)
+        WHERE m.role = 'held_out' AND e.status IN ('done', 'failed') AND (w.seed = 1 OR w.chosen = 1)
         GROUP BY e.task_id, w.seed"""
     rows = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
     means = {seed: {row["task_id"]: row["mean"] for row in rows if row["seed"] == seed} for seed in (0, 1)}
