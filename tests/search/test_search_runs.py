@@ -139,6 +139,21 @@ def test_gepa_and_fast_run_through_the_same_queues_and_the_built_in_loop_reads_i
     assert (
         value(stack.database, "SELECT count(*) FROM v_episode_resources WHERE run = 'forked' AND name = 'system_prompt'") == 2
     )
+    kept = "SELECT episodes_done FROM v_resources WHERE run = 'fast' AND name = 'system_prompt'"
+    assert value(stack.database, kept) == 4, "a fork's episodes are its own run's"
+
+
+def test_a_critic_whose_answers_are_no_edits_is_told_of(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:
+    import subprocess
+    import sys
+
+    critic.mode = "I like it as it is."
+    stack.agentrl("submit", "--config", config(short_folder, "vain", search=SEARCH | BEAM | {"rounds": 1}), "--wait")
+    command = [sys.executable, "-m", "agentrl.cli", "prompts", "vain"]
+    done = subprocess.run(command, env=stack.environment, capture_output=True, text=True, check=True)
+    asked = value(stack.database, "SELECT count(*) FROM v_critic_calls WHERE run = 'vain'")
+    assert f"The critic was asked {asked} times, and no edit of its could be tried." in done.stderr
+    assert "agentrl sql" in done.stderr
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

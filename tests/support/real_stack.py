@@ -99,10 +99,9 @@ class Stack:
         self.wait(lambda: run_rows.describe_run(self.database, run)["status"] == status, f"{run} being {status}")
 
     def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
-        """Sends the embedded stack's worker of that role a signal, kill -9 unless another is asked for."""
-        mine = self.workers(role)
-        assert mine, f"no worker {role} runs"
-        for pid in mine:
+        """Sends the stack's worker of that role, as soon as there is one, a signal: kill -9 unless another is asked for."""
+        self.wait(lambda: bool(self.workers(role)), f"a worker {role}")
+        for pid in self.workers(role):
             os.kill(pid, number)
 
     def workers(self, role: str) -> set[int]:
