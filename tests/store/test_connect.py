@@ -1,9 +1,12 @@
 """Transactions: written together where threads wait for SQLite's turn, undone alone, tried again if the database was away."""
 
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,14 @@ def test_all_that_one_read_sees_is_of_one_state(database: Database) -> None:
         assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == before
     with database.read() as tx:
         assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == before + 1
+
+
+def test_a_file_that_is_opened_again_keeps_the_locks_of_who_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    with closing(open_database(f"sqlite:///{file}")) as first:
+        first.ask(lambda tx: tx.execute(text("SELECT count(*) FROM runs")).scalar_one())
+        assert Path(f"{file}-wal").exists()
+        open_database(f"sqlite:///{file}").close()
+        looks = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); db.execute('SELECT count(*) FROM runs'); db.close()"
+        subprocess.run([sys.executable, "-c", looks, str(file)], check=True)
+        assert Path(f"{file}-wal").exists(), "another process that closes it does not take itself for the last one"

@@ -63,7 +63,8 @@ PLANNER_SETTINGS = {"random_page_cost": 1.1}
 
 _UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
 """What SQLite says of a file that no patience makes a database of."""
-_SQLITE_HEADER = b"SQLite format 3\0"
+SMALLEST_PAGE = 512
+"""Bytes: no SQLite database that has anything is smaller."""
 _DISK_FULL_ERROR = "database or disk is full"
 
 
@@ -87,12 +88,16 @@ def database_url(text: str) -> URL:
 
 
 def _may_be_sqlite(file: Path) -> bool:
-    """Whether the file is a SQLite database, or one to be; of one that cannot be read SQLite says what is wrong."""
+    """Whether the file is not there, empty, or large enough for SQLite to look at it itself; a short one it would write over.
+
+    Never by opening it: whoever closes a file gives up all locks that this process has on it, SQLite's among them, and another
+    process that then ends its own connection takes itself for the last and removes the log under ours.
+    """
     try:
-        with file.open("rb") as opened:
-            return opened.read(len(_SQLITE_HEADER)) in (b"", _SQLITE_HEADER)
+        size = file.stat().st_size
     except OSError:
         return True
+    return size == 0 or size >= SMALLEST_PAGE
 
 
 class Database:
