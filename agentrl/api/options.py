@@ -9,7 +9,7 @@ from agentrl import elsewhere
 from agentrl.api.given_rows import plain
 from agentrl.workflow.config import KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
-from agentrl.workflow.resolve import FLAGS
+from agentrl.workflow.resolve import FLAGS, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +39,20 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise ConfigError(f"There is no option {name!r:.100}.", _way(name, {*KEYS, *FLAGS, *leaves}))
     return {key: _held(key, value) for key, value in found.items()}
+
+
+def keys_of_file(config: Any) -> dict[str, Any]:
+    """The keys of a config file; none where there is none.
+
+    Raises:
+        ConfigError: it is no file's name, or the file cannot be read.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, str | Path):
+        said = f"config= names a YAML file, and is no {type(config).__name__}."
+        raise ConfigError(said, "Pass keys as options: Trainer(seed=1).")
+    return read_yaml(Path(config))
 
 
 def _of_section(found: dict[str, Any]) -> dict[str, Any]:

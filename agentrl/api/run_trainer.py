@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from agentrl.api import command_process, given_rows, importable
 from agentrl.api.given_model import GRPO
-from agentrl.api.options import keys_of
+from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.place import InMemoryStore, Place
 from agentrl.api.run import Run
 from agentrl.api.store import Store
@@ -21,7 +21,6 @@ from agentrl.workflow.datasets import env_of
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
-from agentrl.workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
     from agentrl.api.live import Live
@@ -87,7 +86,7 @@ class Trainer:
         self._variables = self._strategy_variables(n_runners)
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
-        self._keys = _keys_of_file(config)
+        self._keys = keys_of_file(config)
         if isinstance(algorithm, type) and issubclass(algorithm, GRPO):
             algorithm = algorithm()
         if isinstance(algorithm, GRPO):
@@ -304,15 +303,6 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
-
-
-def _keys_of_file(config: Any) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if not isinstance(config, str | Path):
-        said = f"config= names a YAML file, and is no {type(config).__name__}."
-        raise ConfigError(said, "Pass keys as options: Trainer(seed=1).")
-    return read_yaml(Path(config))
 
 
 def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:

@@ -2,21 +2,19 @@
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
 
-from agentrl.workers.requests.serve_request import serve_config
-from agentrl.workers.requests.submission import manifest
+from agentrl.workers.requests.serve_request import recorded_submission, serve_config
 from agentrl.workflow.adapters import Adapter, Turn
 from agentrl.workflow.annotations import MOST_NAME, MOST_OF_ATTEMPT, Annotation, rewards_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import settle_chat
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import DatasetError, ModelError
-from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.traced_steps import TracedStep, traced_steps
 from agentrl.workflow.models.loading import context_and_vocabulary, load_chat
 from agentrl.workflow.models.lookup import model_folder, starting_policy
@@ -24,13 +22,11 @@ from agentrl.workflow.plugins import find, names
 from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.span_annotations import annotations_of_span
 from agentrl.workflow.spans.traces import Trace, traces_of
-from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.imported_runs import EXACT, ImportedEpisode, ImportedStep
+from agentrl.workflow.store.imported_runs import EXACT, ImportedEpisode
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.trajectory import PolicyRef, StopReason, Task
 
-STEM = "import"
 MOST_TURNS = 1000
 """Of an episode."""
 MOST_EPISODES = 100_000
@@ -130,8 +126,9 @@ def prepare_import(
         raise _nothing(left_out)
     if exact:
         _check_spelling(episodes, ref.base)
-    told = _submission(db, settled, ref, episodes, weights, exact)
-    return PreparedImport(told, episodes, exact, 0 if exact_only else without, {k: n for k, n in left_out.items() if n})
+    tasks = list({each.task.content_hash: each.task for each in episodes}.values())
+    made = recorded_submission(db, "import", settled, replace(ref, version=0), {EXACT: exact}, tasks, weights)
+    return PreparedImport(made, episodes, exact, 0 if exact_only else without, {k: n for k, n in left_out.items() if n})
 
 
 def _nothing(left_out: Mapping[str, int]) -> DatasetError:
@@ -216,7 +213,7 @@ def _episode(read: _Read, steps: Sequence[TracedStep], weights: Mapping[str, flo
     return ImportedEpisode(
         key=trace.key[:200],
         task=_task(trace, read.turns[0][1]),
-        steps=[ImportedStep(each.step, each.text, each.tools, each.shared_messages, each.shown) for each in steps],
+        steps=steps,
         rewards=rewards,
         reward=sum(weights[name] * value for name, value in rewards.items()),
         stop_reason=ended,
@@ -237,7 +234,7 @@ def _placed(read: _Read) -> list[Annotation]:
     starts = [span.start for span, _ in read.turns]
     found: dict[str, Annotation] = {}
     for span, each in read.said:
-        step = sum(start <= span.start for start in starts) - 1
+        step = bisect_right(starts, span.start) - 1
         if each.id in found:
             each = replace(each, id=each.id.replace("span:", f"span:{span.trace_id}", 1)[:64])
         found[each.id] = replace(each, step=step if step >= 0 else None)
@@ -268,32 +265,3 @@ def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
             f"The tokens are none of {base!r}'s: what was {content[:60]!r} reads {text[:60]!r}.",
             "Name the model that sampled them: --policy MODEL",
         )
-
-
-def _submission(
-    db: Database | None,
-    config: RunConfig,
-    ref: PolicyRef,
-    episodes: Sequence[ImportedEpisode],
-    weights: Mapping[str, float],
-    exact: bool,
-) -> Submission:
-    told: dict[str, Any] = {EXACT: exact}
-    unnamed = Submission(
-        name="",
-        kind="import",
-        config=config.model_dump(mode="json"),
-        manifest=manifest(config) | told,
-        policy=replace(ref, version=0),
-        tasks=list({each.task.content_hash: each.task for each in episodes}.values()),
-        dataset="",
-        seed=config.seed,
-        epochs=1,
-        tasks_per_iteration=1,
-        group_size=1,
-        weights=weights,
-        code_hash=Experiment(config).scoring_hash(),
-        stem="" if config.name else STEM,
-    )
-    free = planning.find_free_name(db, STEM) if db is not None else f"{STEM}-1"
-    return unnamed.with_name(config.name or free)

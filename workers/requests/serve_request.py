@@ -1,6 +1,6 @@
 """The run of `agentrl serve`: how a policy is sampled for whoever calls, and what is stored of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.served_runs import KEEP_DAYS
-from agentrl.workflow.trajectory import PolicyRef
+from agentrl.workflow.trajectory import PolicyRef, Task
 
-STEM = "serve"
 MOST_CALLS = 1000
 """Calls of one episode; the next one opens another."""
 LONGEST_TURN = 131_072
@@ -67,21 +66,40 @@ def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str
         keep_days: for how many days its episodes are kept; None: for ever.
     """
     kept = {} if keep_days is None else {KEEP_DAYS: keep_days}
+    return recorded_submission(db, "serve", config, policy, {"of": of} | kept)
+
+
+def recorded_submission(
+    db: Database | None,
+    kind: str,
+    config: RunConfig,
+    policy: PolicyRef,
+    told: Mapping[str, Any],
+    tasks: Sequence[Task] = (),
+    weights: Mapping[str, float] | None = None,
+) -> Submission:
+    """A run that plans nothing: whoever submits it adds the episodes. Without a chosen name it is called after its kind.
+
+    Args:
+        told: what its manifest says beside what all say.
+        weights: those of the rewards that its episodes come with; None: the config's.
+    """
     made = Experiment(config)
     unnamed = Submission(
         name="",
-        kind="serve",
+        kind=kind,
         config=config.model_dump(mode="json"),
-        manifest=manifest(config) | {"of": of} | kept,
+        manifest=manifest(config) | dict(told),
         policy=policy,
-        tasks=(),
+        tasks=tasks,
         dataset="",
         seed=config.seed,
         epochs=1,
         tasks_per_iteration=1,
         group_size=1,
-        weights=made.weights,
+        weights=made.weights if weights is None else weights,
         code_hash=made.scoring_hash(),
-        stem="" if config.name else STEM,
+        stem="" if config.name else kind,
     )
-    return unnamed.with_name(config.name or planning.find_free_name(db, STEM))
+    free = f"{kind}-1" if db is None else planning.find_free_name(db, kind)
+    return unnamed.with_name(config.name or free)

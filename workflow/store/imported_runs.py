@@ -4,8 +4,9 @@ Each task is a group, so that its episodes share a baseline. The run is over as 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, func, select, update
 
@@ -18,24 +19,15 @@ from agentrl.workflow.store.planning import Submission, insert_submission, log
 from agentrl.workflow.store.rollout_claims import Fence, Outcome, end_episodes
 from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.trajectory import Step, StopReason, Task
+from agentrl.workflow.trajectory import StopReason, Task
+
+if TYPE_CHECKING:
+    from agentrl.workflow.inference.traced_steps import TracedStep
 
 EXACT = "exact_tokens"
 """Where a run's manifest says whether its tokens and logprobs are its sampler's own."""
 ATTEMPT = 0
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
-
-
-@dataclass(frozen=True, slots=True)
-class ImportedStep:
-    """A step, what was sampled in readable form, the tools that were offered, and as in `CallStep` what its prompt shows."""
-
-    step: Step
-    text: str
-    tools: Sequence[Schema] = ()
-    shared_messages: int = 0
-    shown: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ class ImportedEpisode:
 
     key: str
     task: Task
-    steps: Sequence[ImportedStep]
+    steps: "Sequence[TracedStep]"
     rewards: Mapping[str, float]
     reward: float
     stop_reason: StopReason
@@ -110,7 +102,7 @@ def _write_group(
     return numbers
 
 
-def _record(number: int, episode: ImportedEpisode, made: ImportedStep, policy: int) -> CallStep:
+def _record(number: int, episode: ImportedEpisode, made: "TracedStep", policy: int) -> CallStep:
     step = made.step
     calls = tuple(CallRecord(call, "none", None) for call in step.message.tool_calls)
     return CallStep(
