@@ -91,8 +91,8 @@ OF_RUN = {"v_evals": "measures"}
 OF_EPISODE = ("v_steps", "v_tool_calls", "v_tool_sessions", "v_rewards", "v_ledger")
 """Views with a column `episode_id`."""
 
-LISTED = ("v_runs", "v_iterations", "v_updates", "v_evals")
-"""Views whose rows are runs, or stand for an iteration."""
+LISTED = ("v_runs", "v_iterations", "v_updates", "v_evals", "v_resources", "v_critic_calls")
+"""Views whose rows are runs, stand for an iteration, or were made once in many episodes."""
 
 
 def reads(runs: list[Run], episodes: int) -> dict[str, Read]:

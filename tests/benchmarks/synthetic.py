@@ -91,6 +91,7 @@ def fill(tx: Connection, shape: Mapping[str, int]) -> list[Run]:
     _sessions(tx)
     _agents(tx)
     _annotations(tx)
+    _resources(tx)
     _rewards(tx)
     _updates(tx)
     _again(tx, runs[0])
@@ -330,6 +331,35 @@ def _annotations(tx: Connection) -> None:
     rows["data"] = literal({"value": 0.5}, JSON)
     of_runs = select().join_from(schema.episodes, schema.runs, runs.id == episodes.run_id)
     _copy(tx, schema.annotations, rows, of_runs, episodes.id)
+
+
+def _resources(tx: Connection) -> None:
+    """A prompt for each iteration, as if each run were a search: its groups work with it, and a critic had said it."""
+    iterations, groups = schema.iterations.c, schema.groups.c
+    ordered = select().select_from(schema.iterations)
+    prompts = {
+        "run_id": iterations.run_id,
+        "name": literal("system"),
+        "version": iterations.number,
+        "content_hash": cast(iterations.number, Text),
+        "text": literal(TEXT),
+        "parent_version": case((iterations.number > 0, iterations.number - 1)),
+        "note": literal("an edit"),
+        "chosen": iterations.number == 0,
+    }
+    _copy(tx, schema.resources, prompts, ordered, iterations.id)
+    resources = schema.resources.c
+    used = select().join_from(schema.groups, schema.iterations, iterations.id == groups.iteration_id)
+    used = used.join(schema.resources, (resources.run_id == iterations.run_id) & (resources.version == iterations.number))
+    _copy(tx, schema.group_resources, {"group_id": groups.id, "resource_id": resources.id}, used, groups.id)
+    said = {
+        "run_id": iterations.run_id,
+        "key": cast(iterations.id, Text),
+        "model": literal("critic"),
+        "messages": literal(PROMPT, JSON),
+        "answer": literal(TEXT),
+    }
+    _copy(tx, schema.critic_calls, said, ordered, iterations.id)
 
 
 def _rewards(tx: Connection) -> None:

@@ -165,13 +165,15 @@ VIEWS = {
         WHERE e.id = a.episode_id AND e.attempt <= a.attempt AND i.id = e.iteration_id""",
     "v_resources": """
         SELECT v.id, r.name AS run, v.name, v.version, v.parent_version, v.note, v.chosen, v.text,
-               (SELECT count(*) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
-                WHERE l.resource_id = v.id AND e.run_id = v.run_id AND e.status = 'done') AS episodes_done,
-               (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
-                WHERE l.resource_id = v.id AND e.run_id = v.run_id AND e.status = 'done') AS mean_reward,
-               (SELECT avg(e.reward) FROM group_resources l JOIN episodes e ON e.group_id = l.group_id
-                JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id
-                WHERE l.resource_id = v.id AND e.status = 'done' AND m.role = 'choose') AS choose_reward, v.created_at
+               (SELECT count(*) FROM group_resources l CROSS JOIN episodes e
+                WHERE l.resource_id = v.id AND e.group_id = l.group_id AND +e.run_id = v.run_id
+                AND e.status = 'done') AS episodes_done,
+               (SELECT avg(e.reward) FROM group_resources l CROSS JOIN episodes e
+                WHERE l.resource_id = v.id AND e.group_id = l.group_id AND +e.run_id = v.run_id
+                AND e.status = 'done') AS mean_reward,
+               (SELECT avg(e.reward) FROM group_resources l CROSS JOIN episodes e CROSS JOIN run_tasks m
+                WHERE l.resource_id = v.id AND e.group_id = l.group_id AND e.status = 'done'
+                AND m.run_id = e.run_id AND m.task_id = e.task_id AND m.role = 'choose') AS choose_reward, v.created_at
         FROM resources v
         JOIN runs r ON r.id = v.run_id""",
     "v_episode_resources": """
