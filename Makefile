@@ -15,7 +15,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts bench gpu-check gpu-wheels lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format wheel-test compose-test clean
 
 env: .venv/.stamp
 
@@ -77,6 +77,14 @@ learn-code: env
 # build/learn_prompts.json and .md.
 learn-prompts: env
 	$(BIN)/python -m tests.learning.learn_prompts
+
+# What `agentrl ui --demo` shows: real runs of a tiny model, packed into workers/page/demo_data: three minutes or so.
+demo: env
+	$(BIN)/python -m tests.support.demo_store
+
+# The pictures of docs/page.md: the demo in a real Chromium, photographed by its test.
+pictures: env
+	$(PYTEST) -m slow tests/page/test_browser.py -k pictures && cp build/page/page-*.png docs/
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench

@@ -1,6 +1,6 @@
 """`agentrl runs`, `episodes`, `replay`, `events`: the rows of the database, as lists and as transcripts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 import typer
@@ -26,9 +26,9 @@ from agentrl.workflow.runtime.shown_text import cell, one_line
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
-    "best", "seconds",
+    "best", "seconds", "tags",
 )  # fmt: skip
-RUN_MINOR_COLUMNS = ("best", "kind", "seconds", "dataset", "model", "episodes_done")
+RUN_MINOR_COLUMNS = ("best", "tags", "kind", "seconds", "dataset", "model", "episodes_done")
 """Columns that a narrow terminal may leave out, the more important first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
@@ -75,7 +75,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the newest runs; best: the highest mean reward on the held-out split, reached by the version RUN@best."""
-    from agentrl.workflow.store.reads import run_rows
+    from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
     _check_sort(sort, run_rows.RUN_ORDERS)
@@ -86,16 +86,18 @@ def runs(
     rows = run_rows.list_runs(db, paging=Paging(limit, sort=sort)).rows if db else ()
     if as_json:
         show_json(rows)
-    elif rows:
-        show_rows([_run_row(row) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
+    elif db and rows:
+        tags = label_rows.load_tags(db, [row.id for row in rows])
+        show_rows([_run_row(row, tags.get(row.id, ())) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
     else:
         say(f"There is no run yet. {first_run_hint()}")
 
 
-def _run_row(run: Any) -> dict[str, Any]:
+def _run_row(run: Any, tags: Sequence[str]) -> dict[str, Any]:
     done = f"{run['iterations_done']}/{run['iterations']}"
     best = None if run["best_version"] is None else f"{cell(run['best_reward'])} @{run['best_version']}"
-    return {**run, "model": run["model"].rstrip("/").rpartition("/")[2], "done": done, "best": best}
+    short = {"model": run["model"].rstrip("/").rpartition("/")[2], "tags": ", ".join(tags)}
+    return {**run, **short, "done": done, "best": best}
 
 
 def episodes(

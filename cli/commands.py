@@ -37,6 +37,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "rescore": Entry("agentrl.cli.fork:rescore", "Score a run's episodes by other rewards, beside the first."),
     },
     "Look": {
+        "ui": Entry("agentrl.cli.ui:ui", "Show the rows in a browser; write a run into one file."),
         "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
         "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
@@ -57,6 +58,8 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "resume": Entry("agentrl.cli.run_control:resume", "Set a paused, failed or stranded run going again."),
         "pause": Entry("agentrl.cli.run_control:pause", "Pause a run: its workers stop after what they hold."),
         "cancel": Entry("agentrl.cli.run_control:cancel", "End a run for good; what it has stays."),
+        "tag": Entry("agentrl.cli.tags:tag", "Give a run tags, by which it is found again."),
+        "note": Entry("agentrl.cli.tags:note", "Write down what is to be known of a run."),
     },
     "Machine": {
         "doctor": Entry("agentrl.cli.doctor:doctor", "Check the machine, the services, the models."),

@@ -5,16 +5,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.eval_pairs import OTHER_CODE, OTHER_REWARDS, Pair, Row, counted_rewards, find_pair
+from agentrl.cli.eval_pairs import Pair, find_pair
 from agentrl.cli.output import Json, format_interval, say, show, show_json
 from agentrl.cli.targets import stored_reader
+from agentrl.workers.requests.eval_comparison import (
+    MEASURES,
+    OTHER_REWARDS,
+    counted_rewards,
+    list_remarks,
+    load_sides,
+    right_by_names,
+)
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
-
-MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 
 
 def _side_argument(which: str) -> Any:
@@ -34,12 +40,10 @@ def compare(
 
     The p-value says how often chance alone would make a difference at least as large, if the two were alike.
     """
-    from agentrl.workflow.stats.paired_test import compare_paired
-    from agentrl.workflow.store.reads import eval_results
-
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
-    means = [eval_results.load_task_means(stored_reader(), row["id"]) for row in (one, other)]
+    sides = load_sides(stored_reader(), one, other)
+    means = sides.means
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
@@ -47,9 +51,7 @@ def compare(
             f"Measure one again: agentrl eval --policy {second} --dataset {one['dataset']} --split {one['split']} "
             f"-n {len(means[0])}",
         )
-    scored = [{task: mean for task, mean in side.items() if mean is not None} for side in means]
-    rights = compare_paired(_right_shares(one), _right_shares(other), seed)
-    document = _document(pair, compare_paired(scored[0], scored[1], seed), rights, len(means[0]))
+    document = _document(pair, sides.compare_means(seed), sides.compare_rights(seed), len(means[0]))
     if as_json:
         show_json(document)
     else:
@@ -58,53 +60,12 @@ def compare(
         say(remark)
 
 
-def _right_shares(row: Row) -> dict[int, float]:
-    """Task -> share of its done episodes that are right; empty if no reward says what is right."""
-    from agentrl.workflow.store.reads import eval_results
-
-    right = eval_results.find_right_episodes(stored_reader(), row["iteration"])
-    if right is None:
-        return {}
-    done = eval_results.load_done_episodes(stored_reader(), row["id"])
-    return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
-
-
-def _right_by_names(row: Row) -> list[str]:
-    """The names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
-    told = row["manifest"].get("right_by", {})
-    if told.get("correct"):
-        return sorted(told["correct"])
-    weights = told.get("weights", row["weights"])
-    most = max(weights.values(), default=0.0)
-    heaviest = sorted(name for name, weight in weights.items() if weight == most > 0)
-    return [*heaviest, f"env {row['config']['env']}"] if told.get("gives") else heaviest
-
-
 def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     """Remarks on other causes of a difference than the policies, a sentence each."""
-    from agentrl.workers.requests.eval_config import sampling_differences
-
-    one, other = pair.one, pair.other
     if pair.newest != "yes":
-        made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (one, other))
+        made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
         yield f"Their newest evaluations do not have the same {pair.newest}; the newest that do are {made} (UTC)."
-    otherwise = sampling_differences(one["config"], other["config"]).items()
-    if otherwise:
-        said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
-        yield f"They were sampled differently ({said}), which may explain the difference."
-    if pair.rewards == OTHER_CODE:
-        yield "Their rewards were computed by different code, which may explain the difference."
-    if pair.rewards == OTHER_REWARDS:
-        made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
-        instead = "accuracy is" if document["accuracy"] else "they have nothing else in common"
-        yield f"Their rewards differ ({made}): their means are not compared; {instead}."
-    if _right_by_names(one) != _right_by_names(other):
-        yield "Different parts of the rewards say what is right: their accuracies are not compared."
-
-
-def _describe_rewards(row: Row) -> str:
-    parts = counted_rewards(row).items()
-    return ", ".join(f"env {value}" if name == "env" else f"{name} x {cell(value)}" for name, value in parts) or "none"
+    yield from list_remarks(pair.one, pair.other, bool(document["accuracy"]))
 
 
 def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
@@ -119,7 +80,7 @@ def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison
             "ab", (pair.one, pair.other), (rewards.first, rewards.second), accuracies, strict=True
         )
     }
-    comparable = bool(rights.tasks) and _right_by_names(pair.one) == _right_by_names(pair.other)
+    comparable = bool(rights.tasks) and right_by_names(pair.one) == right_by_names(pair.other)
     return {
         "dataset": pair.one["dataset"],
         "split": pair.one["split"],

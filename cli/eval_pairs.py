@@ -11,13 +11,11 @@ from itertools import product
 from typing import Any, Literal
 
 from agentrl.cli.targets import find_policy, stored_reader
+from agentrl.workers.requests.eval_comparison import compare_rewards
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, NotFoundError
 
 Row = Mapping[str, Any]
-
-SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
-"""Likeness of the rewards of two evaluations: the same; the same parts and weights by other code; other parts or weights."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Pair:
     @property
     def rewards(self) -> int:
         """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
-        return _compare_rewards(self.one, self.other)
+        return compare_rewards(self.one, self.other)
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         otherwise = made[one["id"]] != made[other["id"]]
         return (
             tasks(one["id"]) != tasks(other["id"]),
-            _compare_rewards(one, other),
+            compare_rewards(one, other),
             otherwise,
             sum(each.foreign for each in pair),
         )
@@ -88,7 +86,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     one, other = (each.row for each in newest)
     if tasks(one["id"]) != tasks(other["id"]):
         return Pair(found[0].row, found[1].row, "tasks")
-    same_rewards = _compare_rewards(one, other) == _compare_rewards(found[0].row, found[1].row)
+    same_rewards = compare_rewards(one, other) == compare_rewards(found[0].row, found[1].row)
     return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
 
 
@@ -112,20 +110,6 @@ def _pairs_on_one_split(
             f"The weights are the same; measure them once more: agentrl eval --policy {second}{again}",
         )
     return found
-
-
-def counted_rewards(row: Row) -> dict[str, float | str]:
-    """The parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
-    gives = row["manifest"].get("right_by", {}).get("gives")
-    counting = {name: weight for name, weight in row["weights"].items() if weight}
-    return {**counting, **({"env": row["config"]["env"]} if gives else {})}
-
-
-def _compare_rewards(one: Row, other: Row) -> int:
-    if counted_rewards(one) != counted_rewards(other):
-        return OTHER_REWARDS
-    told = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
-    return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME_REWARDS
 
 
 def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:

@@ -8,6 +8,7 @@ import typer
 from agentrl.cli.output import Json, say, show, show_json, show_lines, show_rows
 from agentrl.cli.targets import GivenEpisode, LastEpisode, pick_episode, stored_database, stored_reader
 from agentrl.cli.watch import RunName
+from agentrl.workflow.analysis.fate_sentences import fate_sentence
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
 
@@ -89,32 +90,10 @@ COLUMNS = (
 )  # fmt: skip
 """Fates as columns of the table; a fate without episodes is left out."""
 
-SENTENCES = {
-    "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {iteration}",
-    "no_variance": "taught nothing: the rewards of its group are all alike, so that it has no advantage",
-    "strayed": "not trained: of its group {dropped}",
-    "too_few": "not trained: its group was dropped, {dropped}",
-    "surplus": "not trained: its group was dropped, {dropped}",
-    "skipped": "not trained: the update of iteration {iteration} was skipped, {skipped}",
-    "tainted": "not trained: a tool gave another output when its state was rebuilt",
-    "no_reward": "not trained: it has no reward in the set that was trained on",
-    "failed": "not trained: it failed ({error})",
-    "infra_error": "not trained: the system failed it ({error})",
-    "cancelled": "not trained: the run was cancelled",
-    "searched": "made to choose a text; no update trains on it",
-    "evaluated": "made to measure a policy; no update trains on it",
-    "served": "made for a client of agentrl serve; train on it: agentrl submit --from-episodes {run}",
-    "imported": "imported: it was sampled elsewhere; train on it: agentrl submit --from-episodes {run}",
-    "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
-    "waiting": "done, and not trained yet: its iteration is still open",
-    "open": "not over yet: {status}",
-}
-"""Fate -> sentence for a person."""
-
 
 def _fate_lines(found: Any) -> Iterator[Line]:
     yield f"episode {found['id']}  of {found['run']}, iteration {found['iteration']}, task {found['task']}", "bold"
-    yield f"  {_fate_sentence(found)}", ""
+    yield f"  {fate_sentence(found)}", ""
     if found["attempt"]:
         yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
     if found["parent_id"] is not None:
@@ -127,14 +106,8 @@ def _fate_lines(found: Any) -> Iterator[Line]:
         alike = f"{step['equal']} turns say the same, and it is the first of their draws"
         yield f"  step {step['step']} goes on from step {step['after']}: {alike}", "yellow"
     for other in found["elsewhere"]:
-        yield f"  in run {other['run']}: {_fate_sentence(found | other)}", ""
+        yield f"  in run {other['run']}: {fate_sentence(found | other)}", ""
     yield "", ""
-
-
-def _fate_sentence(fate: Mapping[str, Any]) -> str:
-    error = one_line(fate["error"] or "", 1000)
-    shown = {**fate, "error": error, "advantage": cell(fate["advantage"])}
-    return SENTENCES[fate["fate"]].format(**shown)
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:

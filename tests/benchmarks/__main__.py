@@ -23,6 +23,7 @@ SUBJECTS = (
     "sandbox",
     "endpoint",
     "fit",
+    "ui",
 )
 
 

@@ -25,6 +25,14 @@ class Server:
         """At once: every connection is cut, what was not committed is gone."""
         self.control("-m", "immediate", "restart")
 
+    def stop(self) -> None:
+        """At once, as a machine that loses its power; `start` brings it back."""
+        self.control("-m", "immediate", "stop")
+
+    def start(self) -> None:
+        """At the place where it was."""
+        self.control("-o", f'-h "" -k {make_url(self.url).query["host"]}', "start")
+
     def admin(self, *statements: str) -> None:
         """Outside of a transaction."""
         engine = create_engine(self.url, isolation_level="AUTOCOMMIT")

@@ -132,7 +132,7 @@ def _grant_reader(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
     if not _has_role(tx, READER_ROLE, "that `agentrl sql` reads as"):
         return
-    names = ", ".join([*schema.TABLES_FOR_READERS, *views.VIEWS])
+    names = ", ".join([*schema.TABLES_FOR_READERS, *views.VIEWS, "alembic_version"])
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER_ROLE}"))
     tx.execute(text(f"GRANT SELECT ON {names} TO {READER_ROLE}"))
     for function in views.FUNCTIONS:

@@ -122,6 +122,25 @@ run_groups = Table(
 )
 """The stored groups that a run trains on, if it samples none of its own."""
 
+run_tags = Table(
+    "run_tags",
+    metadata,
+    Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
+    Column("tag", String(64), primary_key=True, index=True),
+    created_column(),
+)
+"""Words by which people find a run again."""
+
+run_notes = Table(
+    "run_notes",
+    metadata,
+    id_column(),
+    reference_column("run_id", "runs", index=True),
+    Column("text", Text, nullable=False),
+    created_column(),
+)
+"""What people wrote down about a run."""
+
 policies = Table(
     "policies",
     metadata,

@@ -171,9 +171,10 @@ VIEWS = {
                (SELECT avg(e.reward) FROM group_resources l CROSS JOIN episodes e
                 WHERE l.resource_id = v.id AND e.group_id = l.group_id AND +e.run_id = v.run_id
                 AND e.status = 'done') AS mean_reward,
-               (SELECT avg(e.reward) FROM group_resources l CROSS JOIN episodes e CROSS JOIN run_tasks m
-                WHERE l.resource_id = v.id AND e.group_id = l.group_id AND e.status = 'done'
-                AND m.run_id = e.run_id AND m.task_id = e.task_id AND m.role = 'choose') AS choose_reward, v.created_at
+               (SELECT avg(e.reward) FROM group_resources l CROSS JOIN episodes e
+                WHERE l.resource_id = v.id AND e.group_id = l.group_id AND e.status = 'done' AND 'choose' =
+                (SELECT m.role FROM run_tasks m WHERE m.run_id = e.run_id AND m.task_id = e.task_id)) AS choose_reward,
+               v.created_at
         FROM resources v
         JOIN runs r ON r.id = v.run_id""",
     "v_episode_resources": """

@@ -1,6 +1,8 @@
 """The ledger: the fate of every planned episode. `v_ledger` has one fate for each episode of each run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from agentrl.workflow.chains import EQUAL, reasons_not_to_train
@@ -15,6 +17,9 @@ FATES = (
     "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
 )  # fmt: skip
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
+
+WINDOW_EPISODES = 2500
+"""About how many episodes are counted at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +51,23 @@ def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
 def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
     """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
     return _count_fates(tx, run_id_and_name(tx, run)["name"])
+
+
+@sql_read_transaction
+def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
+    """As `count_fates`, of at most `size` iterations of a number greater than `after`, with about `episodes` or fewer."""
+    found = run_id_and_name(tx, run)
+    planned = """
+        SELECT number + 1 AS iteration, episodes FROM iterations WHERE run_id = :id AND number >= :after
+        ORDER BY number LIMIT :size"""
+    after = storable_value(after)
+    last, counted = after, 0
+    for row in select_rows(tx, planned, id=found["id"], after=after, size=size):
+        counted += row["episodes"]
+        if counted > episodes and last > after:
+            break
+        last = row["iteration"]
+    return _count_fates(tx, found["name"], "AND iteration > :after AND iteration <= :last", {"after": after, "last": last})
 
 
 @sql_read_transaction
@@ -101,10 +123,13 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     return [{**row, "equal": row["equal"].get(EQUAL)} for row in found]
 
 
-def _count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
+def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """Of all iterations, or `among` those of some `numbers`."""
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
-    ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run GROUP BY iteration"
-    found = {row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in select_rows(tx, ended, run=run)}
+    ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
+    found = {
+        row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in select_rows(tx, ended, run=run, **numbers)
+    }
     planned = """
         SELECT i.number + 1 AS iteration, i.episodes AS planned FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE r.name = :run ORDER BY i.number"""  # as the view counts

@@ -4,12 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
-
-from agentrl.workflow.store.connect import read_transaction
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, run_by_id, runs_page
-from agentrl.workflow.tables import schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,67 +26,119 @@ class Relative:
     sources: tuple[Source, ...]
 
 
-@read_transaction
-def load_family(tx: Connection, limit: int) -> list[Relative]:
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A run that comes from another one, and what it has of it."""
+
+    id: int
+    run: str
+    kind: str
+    what: str
+
+
+@sql_read_transaction
+def load_family(tx: Any, limit: int) -> list[Relative]:
     """The newest runs and all that they come from, oldest first; without the evaluations that runs make of themselves."""
     found: dict[int, Relative] = {}
     wanted = list(runs_page(tx, RunFilter(), Paging(limit)).rows)
     while wanted:
-        found |= {row.id: Relative(row, tuple(_find_sources(tx, row.id))) for row in wanted}
+        found |= {row.id: Relative(row, tuple(find_sources(tx, row.id))) for row in wanted}
         missing = {source.id for row in wanted for source in found[row.id].sources} - found.keys()
         wanted = [run_by_id(tx, each) for each in missing]
     return [found[each] for each in sorted(found)]
 
 
-def _find_sources(tx: Connection, run_id: int) -> Iterator[Source]:
-    """The runs that the run comes from; each is older, so that a tree has an end."""
-    run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
+def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
+    """The runs that the run comes from, inside a transaction; each is older, so that a tree has an end."""
+    (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
         for number, what in find(tx, run):
             if number < run_id and (number, what) not in seen:
                 seen.add((number, what))
-                name = tx.execute(select(schema.runs.c.name).where(schema.runs.c.id == number)).scalar_one()
-                yield Source(number, name, what)
+                (row,) = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=number)
+                yield Source(number, row["name"], what)
 
 
 SourceIds = Iterator[tuple[int, str]]
 """Numbers of runs, and what the run that is looked at has of each."""
 
 
-def _fork_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
+def _fork_sources(tx: Any, run: Row) -> SourceIds:
     fork = run["manifest"].get("fork")
     if fork:
-        parent = tx.execute(
-            select(schema.episodes.c.run_id).where(schema.episodes.c.id == fork["episode"])
-        ).scalar_one_or_none()
-        if parent is not None:
-            yield parent, f"episode {fork['episode']}, step {fork['step']}"
+        for parent in select_rows(tx, "SELECT run_id FROM episodes WHERE id = :id", id=fork["episode"]):
+            yield parent["run_id"], _fork_words(fork)
 
 
-def _group_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
-    lent = select(schema.groups.c.run_id, func.count().label("groups"))
-    lent = lent.join(schema.run_groups, schema.run_groups.c.group_id == schema.groups.c.id).where(
-        schema.run_groups.c.run_id == run["id"]
-    )
-    for row in tx.execute(lent.group_by(schema.groups.c.run_id).order_by(schema.groups.c.run_id)):
-        yield row.run_id, f"{row.groups} {'group' if row.groups == 1 else 'groups'}"
+def _fork_words(fork: Mapping[str, Any]) -> str:
+    return f"episode {fork['episode']}, step {fork['step']}"
 
 
-def _checkpoint_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
+def _group_sources(tx: Any, run: Row) -> SourceIds:
+    query = """
+        SELECT g.run_id, count(*) AS groups FROM run_groups l JOIN groups g ON g.id = l.group_id
+        WHERE l.run_id = :id GROUP BY g.run_id ORDER BY g.run_id"""
+    for row in select_rows(tx, query, id=run["id"]):
+        yield row["run_id"], _group_words(row["groups"])
+
+
+def _group_words(groups: int) -> str:
+    return f"{groups} {'group' if groups == 1 else 'groups'}"
+
+
+def _checkpoint_sources(tx: Any, run: Row) -> SourceIds:
     """The run that made the checkpoint which this one begins with."""
-    policies = schema.policies.c
-    first = select(policies.path).where(policies.run_id == run["id"]).order_by(policies.version).limit(1)
-    path = tx.execute(first).scalar_one_or_none()
-    if path:
-        made = select(policies.run_id, policies.version).where(policies.path == path).order_by(policies.id).limit(1)
-        row = tx.execute(made).one()
-        yield row.run_id, f"version {row.version}"
+    query = """
+        SELECT run_id, version FROM policies WHERE path <> '' AND path =
+          (SELECT path FROM policies WHERE run_id = :id ORDER BY version LIMIT 1) ORDER BY id LIMIT 1"""
+    for row in select_rows(tx, query, id=run["id"]):
+        yield row["run_id"], f"version {row['version']}"
 
 
-def _model_sources(tx: Connection, run: Mapping[Any, Any]) -> SourceIds:
+def _model_sources(tx: Any, run: Row) -> SourceIds:
     """The run that the model is named after: `RUN@VERSION`."""
     name, at, version = str(run["config"].get("model", {}).get("path", "")).partition("@")
-    number = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).scalar_one_or_none() if at else None
-    if number is not None:
-        yield number, f"version {version}"
+    for row in select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name) if at else ():
+        yield row["id"], f"version {version}"
+
+
+def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
+    """At most so many runs that come from the run, oldest first, inside a transaction: forks of its episodes, runs on its
+    groups, runs that begin with its policies or measure them."""
+    found: dict[int, Child] = {}
+    for query, words in (
+        (_POLICY_CHILDREN, _policy_words),
+        (_GROUP_CHILDREN, _group_child_words),
+        (_FORK_CHILDREN, _fork_child),
+    ):
+        for row in select_rows(tx, query, ("fork",), id=run_id, limit=limit):
+            found[row["id"]] = Child(row["id"], row["name"], row["kind"], words(row))
+    return [found[each] for each in sorted(found)[:limit]]
+
+
+_POLICY_CHILDREN = """
+    SELECT r.id, r.name, r.kind, min(mine.version) AS version FROM policies mine
+    JOIN policies theirs ON theirs.path = mine.path JOIN runs r ON r.id = theirs.run_id
+    WHERE mine.run_id = :id AND mine.path <> '' AND theirs.run_id > :id
+    GROUP BY r.id, r.name, r.kind ORDER BY r.id LIMIT :limit"""
+_GROUP_CHILDREN = """
+    SELECT r.id, r.name, r.kind, count(*) AS groups FROM run_groups l JOIN groups g ON g.id = l.group_id
+    JOIN runs r ON r.id = l.run_id WHERE g.run_id = :id AND r.id > :id
+    GROUP BY r.id, r.name, r.kind ORDER BY r.id LIMIT :limit"""
+_FORK_CHILDREN = """
+    SELECT r.id, r.name, r.kind, r.manifest -> 'fork' AS fork FROM runs r
+    JOIN episodes e ON e.id = CAST(r.manifest -> 'fork' ->> 'episode' AS BIGINT)
+    WHERE r.kind = 'fork' AND r.id > :id AND e.run_id = :id ORDER BY r.id LIMIT :limit"""
+
+
+def _policy_words(row: Row) -> str:
+    return f"{'measures' if row['kind'] == 'eval' else 'begins with'} version {row['version']}"
+
+
+def _group_child_words(row: Row) -> str:
+    return f"trains on {_group_words(row['groups'])}"
+
+
+def _fork_child(row: Row) -> str:
+    return f"forks {_fork_words(row['fork'])}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, Protocol
 
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import (
     BY_NUMBER,
@@ -18,7 +19,7 @@ from agentrl.workflow.store.reads.paging import (
     select_page,
     select_values,
 )
-from agentrl.workflow.store.row_values import clean
+from agentrl.workflow.store.row_values import MAX_ID, clean
 from agentrl.workflow.store.run_names import run_row
 
 RUN_ORDERS = {
@@ -63,6 +64,8 @@ class RunFilter:
 
     Args:
         text: a text in the name.
+        algorithm: its name in the config.
+        tag: a tag that somebody gave it.
     """
 
     status: str | None = None
@@ -70,6 +73,8 @@ class RunFilter:
     dataset: str | None = None
     model: str | None = None
     text: str | None = None
+    algorithm: str | None = None
+    tag: str | None = None
 
 
 _CONDITIONS = {
@@ -78,6 +83,8 @@ _CONDITIONS = {
     "dataset": "dataset = :dataset",
     "model": "model = :model",
     "text": "lower(run) LIKE lower(:text) ESCAPE '!'",
+    "algorithm": "id IN (SELECT id FROM runs WHERE config -> 'algorithm' ->> 'name' = :algorithm)",
+    "tag": "id IN (SELECT run_id FROM run_tags WHERE tag = :tag)",
 }
 
 
@@ -115,6 +122,18 @@ def describe_run(tx: Any, run: str) -> RunRow:
         NotFoundError: there is no such run.
     """
     return run_by_id(tx, run_id_and_name(tx, run)["id"])
+
+
+def run_name(tx: Any, run_id: int) -> str:
+    """The name of the run of that number, inside a transaction.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    found = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
+    if not found:
+        raise NotFoundError(f"There is no run {run_id}.", "List them with `agentrl runs`.")
+    return str(found[0]["name"])
 
 
 def run_by_id(tx: Any, run_id: int) -> RunRow:

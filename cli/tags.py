@@ -1,0 +1,75 @@
+"""`agentrl tag` and `agentrl note`: what people say of a run."""
+
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.targets import stored_database, stored_reader
+from agentrl.cli.watch import RunName
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import cell
+
+MAX_INTEGER = 2**63 - 1
+
+
+def tag(
+    run: RunName,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD...]", help="Tags to give the run.", show_default=False)
+    ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", "-r", metavar="WORD", help="A tag to take away; may be repeated.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Give a run tags, take some away, or list those that it has. `agentrl runs` and the page show them."""
+    from agentrl.workflow.store.reads import label_rows, run_rows
+
+    if words or remove:
+        from agentrl.workflow.store import labels
+
+        tags = labels.change_tags(stored_database(), run, words or [], remove or [])
+    else:
+        tags = label_rows.list_tags(stored_reader(), run)
+    if as_json:
+        show_json({"run": run_rows.describe_run(stored_reader(), run).run, "tags": tags})
+        return
+    for each in tags:
+        show(each)
+    if not tags:
+        say(f"{run} has no tag. Give it one: agentrl tag {run} good")
+
+
+def note(
+    run: RunName,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to write down.", show_default=False)] = None,
+    remove: Annotated[
+        int | None,
+        typer.Option(
+            "--remove", "-r", metavar="NUMBER", min=1, max=MAX_INTEGER, help="A note to take away.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a note on a run, take one away, or list the newest ones."""
+    from agentrl.workflow.store.reads import label_rows
+
+    if text is not None and remove is not None:
+        raise ConfigError("A note is either written or taken away.", "Leave one out.")
+    if text is not None or remove is not None:
+        from agentrl.workflow.store import labels
+
+        if remove is not None:
+            labels.remove_note(stored_database(), run, remove)
+        else:
+            labels.add_note(stored_database(), run, text or "")
+    notes = label_rows.list_notes(stored_reader(), run)
+    if as_json:
+        show_json(notes)
+        return
+    for each in notes:
+        show(f"{each['id']}  {cell(each['created_at'])}  " + each["text"].replace("\n", "\n    "))
+    if not notes:
+        say(f'There is no note on {run}. Write one: agentrl note {run} "why it is"')

@@ -1,0 +1,196 @@
+"""What the page is told of annotations, prompts, critic calls and series, on both databases."""
+
+import math
+from typing import Any
+
+import pytest
+from sqlalchemy import text, update
+
+from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS
+from agentrl.workflow.store import search_rounds
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import series
+from agentrl.workflow.store.reads.series import ROWS, WINDOWS, list_views, view_columns
+from agentrl.workflow.tables import schema as tables
+from agentrl.workflow.tables.views import VIEWS
+from tests.benchmarks import synthetic
+from tests.search.test_search_rows import BETTER, SEED, begun, planned, rolled_out
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import altered, values
+
+
+@pytest.fixture
+def grown(database: Database) -> Database:
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, {"large": 3, "live": 1})
+    return database
+
+
+def test_annotations_come_by_kind_name_and_source_and_in_pages(grown: Database) -> None:
+    page = PageOver(grown)
+    first = page.read("/api/runs/1/annotations", kind="reward", source="agent", name="own", size=10)
+    assert {row["data"]["value"] for row in first["rows"]} == {0.5}
+    assert page.read("/api/runs/1/annotations", size=10)["rows"] == first["rows"]
+    assert page.read("/api/runs/1/annotations", kind="message")["rows"] == []
+    second = page.read("/api/runs/1/annotations", kind="reward", source="agent", name="own", size=10, cursor=first["next"])
+    assert second["rows"][0]["id"] > first["rows"][-1]["id"]
+
+
+@pytest.mark.parametrize(
+    "said", ["</script><img src=x onerror=alert(1)>", "\u202e\u2028\x07 \ud83d", {"text": "x" * 3000}, None, [1.5, True]]
+)
+def test_whatever_was_said_is_told_or_cut(grown: Database, said: Any) -> None:
+    with grown.engine.begin() as tx:
+        tx.execute(update(tables.annotations).where(tables.annotations.c.id == 1).values(data={"value": said}))
+    row = PageOver(grown).read("/api/runs/1/annotations", size=1)["rows"][0]
+    if isinstance(said, dict):
+        assert len(row["data"]) == LISTED_CHARS
+        assert row["cut"]["data"] > 3000
+    else:
+        assert row["data"]["value"] == (said.replace("\ud83d", "?") if isinstance(said, str) else said)
+
+
+def test_an_annotation_that_nests_deeply_is_a_text(grown: Database) -> None:
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    with grown.engine.begin() as tx:
+        tx.execute(update(tables.annotations).where(tables.annotations.c.id == 1).values(data={"value": deep}))
+    assert PageOver(grown).read("/api/runs/1/annotations", size=1)["rows"][0]["data"].startswith('{"value": [[[')
+
+
+def test_prompts_tell_what_a_search_gained_on_tasks_that_no_choice_has_read(database: Database) -> None:
+    work = begun(database)
+    search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
+    work = rolled_out(database, work, (0.25, 0.75))
+    search_rounds.add_round(database, work, planned(database, work, "held_out", SEED, BETTER))
+    search_rounds.finish_search(database, rolled_out(database, work, (0.0, 1.0)), BETTER)
+    found = PageOver(database).read("/api/runs/1/prompts")
+    assert [(row["name"], row["version"], row["chosen"]) for row in found["rows"]] == [
+        ("prompt", 0, False), ("tone", 0, True), ("prompt", 1, True),
+    ]  # fmt: skip
+    assert (found["held_out"]["difference"], found["held_out"]["tasks"], found["held_out"]["low"]) == (1.0, 1, None)
+
+
+def test_prompts_and_critic_calls_come_in_pages_and_long_texts_are_cut(grown: Database) -> None:
+    with grown.engine.begin() as tx:
+        tx.execute(update(tables.resources).where(tables.resources.c.id == 1).values(text="x" * 100_000))
+        tx.execute(update(tables.critic_calls).where(tables.critic_calls.c.id == 1).values(answer="y" * 100_000))
+    page = PageOver(grown)
+    for path, column in (("prompts", "text"), ("critic-calls", "answer")):
+        first = page.read(f"/api/runs/1/{path}", size=2)
+        assert len(first["rows"][0][column]) == SHOWN_CHARS
+        assert first["rows"][0]["cut"] == {column: 100_000}
+        assert len(page.read(f"/api/runs/1/{path}", size=2, cursor=first["next"])["rows"]) == 1
+    assert page.read("/api/runs/1/prompts")["held_out"] is None
+
+
+# series
+
+
+def added_up(page: PageOver, run: int, view: str, column: str) -> dict[int, list[float]]:
+    """Iteration -> count, sum, least, greatest, over all windows."""
+    found: dict[int, list[float]] = {}
+    cursor = ""
+    while True:
+        window = page.read(f"/api/runs/{run}/series", view=view, column=column, cursor=cursor)
+        for row in window["rows"]:
+            had = found.get(row["iteration"], [0, 0.0, math.inf, -math.inf])
+            found[row["iteration"]] = [
+                had[0] + row["count"], had[1] + row["sum"], min(had[2], row["min"]), max(had[3], row["max"]),
+            ]  # fmt: skip
+        cursor = window["next"]
+        if not cursor:
+            return found
+
+
+def test_any_number_of_any_view_adds_up_to_what_the_view_says(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "WINDOW_ROWS", 101)
+    page = PageOver(grown)
+    for view, column in (
+        *(("v_episodes", "reward"), ("v_steps", "mean_logprob"), ("v_tool_calls", "starts"), ("v_rewards", "value")),
+        *(
+            ("v_groups", "std_reward"),
+            ("v_iterations", "update_seconds"),
+            ("v_updates", "kl"),
+            ("v_agent_attempts", "attempts"),
+        ),
+    ):
+        with grown.read() as tx:
+            query = f"""
+                SELECT iteration, count({column}), sum({column}), min({column}), max({column}) FROM {view}
+                WHERE run = 'large' AND {column} IS NOT NULL GROUP BY iteration"""
+            wanted = {row[0]: list(row[1:]) for row in tx.execute(text(query))}
+        found = added_up(page, 1, view, column)
+        assert found.keys() == wanted.keys(), view
+        for iteration, sums in found.items():
+            assert sums == pytest.approx(wanted[iteration]), view
+
+
+def test_every_number_of_every_view_can_be_asked_for(grown: Database) -> None:
+    page = PageOver(grown)
+    charted = [(view["view"], column["column"]) for view in list_views() for column in view["columns"] if column["chartable"]]
+    assert len(charted) > 80
+    for view, column in charted:
+        page.read("/api/runs/1/series", view=view, column=column)
+
+
+def test_what_is_no_finite_number_is_in_no_sum(grown: Database) -> None:
+    for odd in (math.inf, -math.inf):
+        with altered(grown, "updates", "kl", "id = 1", odd):
+            (first, *_) = PageOver(grown).read("/api/runs/1/series", view="v_updates", column="kl")["rows"]
+            assert (first["count"], first["max"]) == (1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("view", "column"),
+    [
+        ("v_runs", "seed"),
+        ("runs", "id"),
+        ("v_episodes", "error"),
+        ("v_episodes", "group_id"),
+        ("v_ledger", "advantage"),
+        ("v_steps", "1; DROP TABLE runs"),
+    ],
+)
+def test_what_is_no_number_by_iteration_is_refused(grown: Database, view: str, column: str) -> None:
+    assert PageOver(grown).ask("/api/runs/1/series", view=view, column=column)[0] == 422
+
+
+def test_a_cursor_of_another_series_is_refused(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "WINDOW_ROWS", 10)
+    page = PageOver(grown)
+    cursor = page.read("/api/runs/1/series", view="v_steps", column="mean_logprob")["next"]
+    assert page.ask("/api/runs/1/series", view="v_steps", column="chain", cursor=cursor)[0] == 422
+    assert page.ask("/api/runs/2/series", view="v_steps", column="mean_logprob", cursor=cursor)[0] == 422
+
+
+def test_every_view_is_told_with_the_columns_that_it_has(database: Database) -> None:
+    told = PageOver(database).read("/api/views")
+    assert [view["view"] for view in told]
+    assert {view["view"] for view in told} == {*VIEWS}
+    with database.read() as tx:
+        for view in VIEWS:
+            assert [*view_columns(view)] == list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys())
+    assert all(view["meaning"] and all(column["meaning"] for column in view["columns"]) for view in told)
+    assert {view for view, kind in ROWS.items() if {"run", "iteration", "id"} <= {*kind.__slots__}} == {*WINDOWS}
+
+
+def test_a_store_of_every_kind_of_run_answers_every_path_of_it(grown: Database) -> None:
+    page = PageOver(grown)
+    for run in values(grown, "SELECT id FROM runs ORDER BY id"):
+        for path in (
+            "",
+            "/config",
+            "/curves",
+            "/events",
+            "/ledger",
+            "/lanes",
+            "/iterations/1",
+            "/episodes",
+            "/tasks",
+            "/annotations",
+        ):
+            page.read(f"/api/runs/{run}{path}")
+        page.read(f"/api/runs/{run}/prompts")
+        page.read(f"/api/runs/{run}/critic-calls")

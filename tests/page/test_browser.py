@@ -1,0 +1,291 @@
+"""The page in a real Chromium, over a real run: every view, a run watched to its end, a service that dies, an export."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page
+from sqlalchemy import text
+
+from tests.support.browser import Service, Watched, chromium, service, settle
+from tests.support.real_stack import SMALL, Stack, embedded_stack
+from tests.support.small_models import tiny_calling
+
+pytestmark = pytest.mark.slow
+
+PICTURES = Path("build/page")
+WIDTHS = (390, 1280, 1920)
+SERIOUS = ("serious", "critical")
+SUBMIT = ("submit", "--dataset", "arithmetic", *SMALL, "--max-samples", "24", "-s", "eval.every=2", "-s", "eval.tasks=8")
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack of a run that is done, and was forked, tagged and noted."""
+    folder = tmp_path_factory.mktemp("p")
+    model = tiny_calling(folder / "model")
+    with embedded_stack(folder, idle_seconds="3600") as stack:
+        stack.environment["MODEL"] = str(model)
+        stack.agentrl(*SUBMIT, "--model", str(model), "--name", "first", "--wait")
+        stack.agentrl("fork", "1", "--step", "0", "-n", "2", "--name", "forked", "--wait")
+        stack.agentrl("tag", "first", "good")
+        stack.agentrl("note", "first", "a first look")
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served(lived: Stack) -> Iterator[Service]:
+    with service(lived.home) as made:
+        yield made
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    made = browser.new_context(viewport={"width": 1280, "height": 900})
+    yield made
+    made.close()
+
+
+def one(stack: Stack, query: str) -> Any:
+    with stack.database.read() as tx:
+        return tx.execute(text(query)).scalar_one()
+
+
+def views(stack: Stack) -> dict[str, str]:
+    """Every view of the run `first`, by its address."""
+    run = one(stack, "SELECT id FROM runs WHERE name = 'first'")
+    group = one(stack, f"SELECT min(id) FROM groups WHERE run_id = {run}")
+    task = one(stack, f"SELECT task_id FROM groups WHERE id = {group}")
+    episode = one(stack, f"SELECT min(id) FROM episodes WHERE group_id = {group}")
+    evals = f"FROM evals WHERE run_id IN (SELECT id FROM runs WHERE measures_id = {run})"
+    first, second = (one(stack, f"SELECT {of}(run_id) {evals}") for of in ("min", "max"))
+    tabs = ("iterations", "episodes", "tasks", "ledger", "workers", "evals", "events", "config")
+    return {
+        "runs": "#/",
+        "run": f"#/run/{run}",
+        "run-smooth": f"#/run/{run}?smooth=0.6&x=tokens&log=1&charts=v_steps.mean_logprob",
+        "run-time": f"#/run/{run}?x=time&with={run + 1}",
+        **{tab: f"#/run/{run}?tab={tab}" for tab in tabs},
+        "iteration": f"#/run/{run}/iteration/2",
+        "group": f"#/group/{group}",
+        "episode": f"#/episode/{episode}",
+        "tokens": f"#/episode/{episode}?tab=tokens",
+        "advantages": f"#/episode/{episode}?tab=tokens&color=advantage&only=1",
+        "why": f"#/episode/{episode}?tab=why",
+        "task": f"#/run/{run}/task/{task}",
+        "compare": f"#/compare?a={first}&b={second}",
+        "sql": "#/sql",
+        "sql-chart": f"#/sql?{'q=SELECT+iteration%2C+mean_reward+FROM+v_iterations'}&as=chart",
+        "config-diff": f"#/run/{run}?tab=config&other={run + 1}&which=all",
+    }
+
+
+def look_at(page: Page, served: Service, address: str) -> None:
+    """Opens the address as if it were pasted into a new tab."""
+    page.goto("about:blank")
+    page.goto(f"{served.url}{address}")
+    page.wait_for_selector("main h1, main .problem")
+    settle(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_is_drawn_without_an_error_and_nothing_serious_stops_a_screen_reader(
+    lived: Stack, served: Service, browser: Browser, scheme: Any
+) -> None:
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+    watched = Watched(context.new_page())
+    found: dict[str, list[str]] = {}
+    for name, address in views(lived).items():
+        look_at(watched.page, served, address)
+        assert watched.page.query_selector("main .problem") is None, (name, watched.page.inner_text("main"))
+        results = Axe().run(watched.page).response["violations"]
+        serious = [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in results if each["impact"] in SERIOUS]
+        found |= {name: serious} if serious else {}
+    assert found == {}
+    assert watched.wrong == []
+    assert watched.hosts <= {f"127.0.0.1:{served.port}", "blank", ""}
+    context.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_view_fits_its_window_and_is_pictured(lived: Stack, served: Service, browser: Browser, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=width < 500)
+    page = context.new_page()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    wide = {}
+    for name, address in views(lived).items():
+        look_at(page, served, address)
+        page.screenshot(path=PICTURES / f"{name}-{width}.png")
+        wide |= {name: by} if (by := page.evaluate("document.documentElement.scrollWidth - innerWidth")) > 0 else {}
+    assert wide == {}
+    context.close()
+
+
+def test_a_run_is_watched_from_its_first_iteration_to_its_end(lived: Stack, served: Service, context: BrowserContext) -> None:
+    watched = Watched(context.new_page())
+    watched.page.goto(served.url)
+    watched.see("first")
+    submit = [sys.executable, "-m", "agentrl.cli", *SUBMIT, "--model", lived.environment["MODEL"], "--name", "second", "--wait"]
+    training = subprocess.Popen(submit, env=lived.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    watched.see("second", 60)
+    watched.page.click("text=second")
+    watched.page.wait_for_selector(".live")
+    watched.page.click("nav.tabs >> text=iterations")
+    for number in (1, 3, 5):
+        watched.page.wait_for_selector(f"main td a:text-is('{number}')", timeout=120_000)
+    assert training.wait(120) == 0
+    watched.page.wait_for_selector("h1 + .badge:text-is('done')", timeout=15_000)
+    assert watched.page.query_selector(".live") is None
+    assert watched.page.locator("main tbody tr").count() == one(lived, "SELECT iterations FROM runs WHERE name = 'second'")
+    assert watched.wrong == []
+
+
+def test_back_and_forward_go_through_the_views(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    page.goto(served.url)
+    page.click("main >> text=first")
+    page.wait_for_selector(".chart")
+    page.click("nav.tabs >> text=episodes")
+    page.click("main tbody tr >> nth=2")
+    page.wait_for_selector(".transcript")
+    page.go_back()
+    page.wait_for_selector("nav.tabs a[aria-current]:has-text('episodes')")
+    page.go_back()
+    page.wait_for_selector(".chart")
+    page.go_back()
+    page.wait_for_selector("h1:text-is('Runs')")
+    page.go_forward()
+    page.wait_for_selector(".chart")
+    assert "first" in page.inner_text("h1")
+
+
+def test_the_keyboard_alone_leads_from_the_runs_to_a_token(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    look_at(page, served, "#/")
+    page.keyboard.press("/")
+    page.keyboard.type("first")
+    page.wait_for_function("() => document.querySelectorAll('main tbody tr').length === 1")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".chart")
+    look_at(page, served, views(lived)["group"])
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".transcript")
+    before = page.inner_text("h1")
+    page.keyboard.press("]")
+    page.wait_for_function(
+        "before => document.querySelector('h1') && document.querySelector('h1').innerText !== before", arg=before
+    )
+    page.keyboard.press("u")
+    page.wait_for_selector(".siblings")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_selector("textarea")
+    look_at(page, served, views(lived)["tokens"])
+    page.focus(".strip")
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert re.match(r"3 id \d+", page.inner_text(".token-facts"))
+
+
+def test_a_token_tells_what_the_rows_know_of_it(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["tokens"])
+    sampled = page.locator(".segment.sampled .t, .segment.untrained .t").first
+    place = int(sampled.get_attribute("data-i") or 0)
+    sampled.hover()
+    episode = views(lived)["tokens"].split("/")[2].split("?")[0]
+    step = f"(SELECT min(id) FROM steps WHERE episode_id = {episode})"
+    query = f"SELECT rl_f4(behavior_logprobs) AS found FROM step_tokens WHERE step_id = {step}"
+    logprob = json.loads(json.loads(lived.agentrl("sql", query, "--json"))[0]["found"])[0]
+    told = page.inner_text(".token-facts")
+    assert told.startswith(f"{place} id ")
+    shown = re.search(r"logprob (\S+), probability (\S+)", told)
+    assert shown
+    assert float(shown[1].replace("−", "-")) == pytest.approx(logprob, rel=1e-3)
+
+
+def test_a_service_that_dies_and_comes_back_is_found_again(lived: Stack, browser: Browser) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    with service(lived.home) as mortal:
+        page.goto(f"{mortal.url}#/run/1")
+        page.wait_for_selector(".chart")
+        mortal.stop(signal.SIGKILL)
+        page.click("nav.tabs >> text=episodes")
+        page.wait_for_selector("main .problem:has-text('does not answer')")
+        mortal.start(mortal.port)
+        page.wait_for_selector("main tbody tr", timeout=20_000)
+        assert page.query_selector("main .problem") is None
+        assert mortal.stop(signal.SIGINT) == 0
+    context.close()
+
+
+def test_an_export_opens_from_disk_without_a_network(lived: Stack, browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    lived.agentrl("ui", "--export", "first", "--out", str(file))
+    context = browser.new_context(offline=True)
+    watched = Watched(context.new_page())
+    watched.page.goto(file.as_uri())
+    watched.page.wait_for_selector(".chart canvas")
+    for tab in ("iterations", "episodes", "tasks", "ledger", "workers", "evals", "events", "config"):
+        watched.page.click(f"nav.tabs >> text={tab}")
+        settle(watched.page)
+        assert watched.page.query_selector("main .problem") is None, (tab, watched.page.inner_text("main"))
+    watched.page.click("nav.tabs >> text=episodes")
+    watched.page.click("main tbody tr >> nth=0")
+    watched.page.wait_for_selector(".transcript")
+    watched.page.click("nav.tabs >> text=tokens")
+    watched.page.wait_for_selector(".strip .t")
+    assert watched.wrong == []
+    assert {host for host in watched.hosts if host} == set()
+    context.close()
+
+
+def test_the_page_follows_what_the_machine_says_of_dark_and_what_a_person_chose(served: Service, browser: Browser) -> None:
+    context = browser.new_context(color_scheme="dark")
+    page = context.new_page()
+    page.goto(served.url)
+    page.wait_for_selector("main h1")
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = page.evaluate(background)
+    page.keyboard.press("d")
+    page.wait_for_function(f"dark => {background} !== dark", arg=dark)
+    light = page.evaluate(background)
+    page.reload()
+    page.wait_for_selector("main h1")
+    assert page.evaluate(background) == light
+    context.close()
+
+
+def test_the_pictures_of_the_manual_are_made_of_the_demo(browser: Browser, tmp_path: Path) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    context = browser.new_context(viewport={"width": 1280, "height": 760})
+    page = context.new_page()
+    with service(tmp_path, "--demo") as demo:
+        look_at(page, demo, "#/run/1")
+        assert page.locator(".chart canvas").count() >= 6
+        page.screenshot(path=PICTURES / "page-run.png")
+        look_at(page, demo, "#/episode/33?tab=tokens")
+        page.locator(".segment.sampled .t:not(.odd-0)").first.hover()
+        assert "probability" in page.inner_text(".token-facts")
+        page.screenshot(path=PICTURES / "page-tokens.png")
+    context.close()

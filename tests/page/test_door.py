@@ -1,0 +1,212 @@
+"""Who is let in to the page, and what every answer binds the browser to."""
+
+import asyncio
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from agentrl.workers.page.door import HEADERS, MAX_BODY_BYTES, Door, Rules, names_of
+from agentrl.workers.page.read_only import ReadOnlyStore
+from agentrl.workers.page.service import application
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store.migrate import open_database
+
+PORT = 7788
+LOCAL = Rules(names_of("127.0.0.1", ()), PORT)
+TOKEN = "t0ken-of-the-page"
+OPEN = Rules(names_of("", ("trainer", "trainer.lab.example")), PORT, addresses=True, token=TOKEN)
+OWN = {"X-Agentrl": "1"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ReadOnlyStore:
+    url = f"sqlite:///{tmp_path}/agentrl.db"
+    open_database(url).close()
+    return ReadOnlyStore(Settings(home=tmp_path, database_url=url))
+
+
+@cache
+def served(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
+    return application(store, actions)
+
+
+def ask(store: ReadOnlyStore, rules: Rules, path: str, host: str = f"127.0.0.1:{PORT}", **how: Any) -> httpx2.Response:
+    """One request to the page as it is served."""
+    method, headers = how.pop("method", "GET"), {"Host": host, **how.pop("headers", {})}
+
+    async def send() -> httpx2.Response:
+        door = Door(served(store, bool(rules.action_token)), rules)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=door), base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, headers=headers, **how)
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:7788", "localhost:7788", "LOCALHOST:7788", "[::1]:7788"])
+def test_the_page_answers_by_the_names_of_this_machine(store: ReadOnlyStore, host: str) -> None:
+    assert ask(store, LOCAL, "/api/store", host).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:7788", "127.0.0.1", "127.0.0.1:80", "127.0.0.1.evil.example:7788", "", ":7788",
+        "localhost:7788.evil", "localhost.:7788", "user@localhost:7788", "[::1", "[evil]:7788", "127.0.0.1:7788, evil.example",
+        "10.0.0.1:7788", "127.0.0.1:07788",
+    ],
+)  # fmt: skip
+def test_a_foreign_host_is_refused_for_every_path(store: ReadOnlyStore, host: str) -> None:
+    for path in ("/", "/api/store", "/static/app.js", "/api/nothing"):
+        assert ask(store, LOCAL, path, host).status_code == 421, path
+
+
+def test_two_host_headers_are_none(store: ReadOnlyStore) -> None:
+    sent: list[Mapping[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:7788"), (b"host", b"evil.example")]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/api/store",
+        "raw_path": b"/api/store",
+        "query_string": b"",
+        "headers": headers,
+    }
+    asyncio.run(Door(served(store), LOCAL)(scope, receive, send))
+    assert sent[0]["status"] == 421
+
+
+def test_every_answer_has_the_headers_that_bind_the_browser(store: ReadOnlyStore) -> None:
+    answers = [
+        ask(store, LOCAL, "/"),
+        ask(store, LOCAL, "/api/store"),
+        ask(store, LOCAL, "/api/runs/99"),
+        ask(store, LOCAL, "/static/nothing.js"),
+        ask(store, LOCAL, "/", "evil.example"),
+        ask(store, LOCAL, "/api/store", method="DELETE"),
+    ]
+    assert [found.status_code for found in answers] == [200, 200, 404, 404, 421, 405]
+    for found in answers:
+        for name, value in HEADERS:
+            assert found.headers.get_list(name.decode()) == [value.decode()], found
+        assert "access-control-allow-origin" not in found.headers
+        assert len(found.headers.get_list("cache-control")) == 1
+    assert "unsafe" not in answers[0].headers["content-security-policy"]
+
+
+def test_a_page_of_another_site_can_ask_for_nothing_to_be_done(store: ReadOnlyStore) -> None:
+    query = {"query": "SELECT 1"}
+    forged = [
+        {},
+        {"Origin": "http://127.0.0.1:7788"},
+        {**OWN, "Origin": "http://evil.example"},
+        {**OWN, "Origin": "null"},
+        {**OWN, "Origin": "http://127.0.0.1:7789"},
+        {**OWN, "Origin": "http://127.0.0.1:7788.evil.example"},
+        {"X-Agentrl": "2"},
+    ]
+    for headers in forged:
+        assert ask(store, LOCAL, "/api/sql", method="POST", json=query, headers=headers).status_code == 403, headers
+    for headers in (OWN, {**OWN, "Origin": "http://127.0.0.1:7788"}):
+        assert ask(store, LOCAL, "/api/sql", method="POST", json=query, headers=headers).status_code not in (401, 403), headers
+
+
+def test_what_is_no_question_is_refused(store: ReadOnlyStore) -> None:
+    assert {
+        ask(store, LOCAL, "/api/store", method=method, headers=OWN).status_code
+        for method in ("PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
+    } == {405}
+    large = ask(store, LOCAL, "/api/sql", method="POST", content=b"x" * (MAX_BODY_BYTES + 1), headers=OWN)
+    assert large.status_code == 413
+
+    async def drip() -> Any:
+        yield b"{}"
+
+    assert ask(store, LOCAL, "/api/sql", method="POST", content=drip(), headers=OWN).status_code == 413
+
+
+def test_actions_are_refused_unless_asked_for_and_then_want_the_token(store: ReadOnlyStore) -> None:
+    refused = ask(store, LOCAL, "/api/actions/tag", method="POST", json={}, headers=OWN)
+    assert refused.status_code == 403
+    assert "agentrl ui --actions" in refused.json()["hint"]
+    acting = Rules(LOCAL.names, PORT, action_token=TOKEN)
+    assert ask(store, acting, "/api/actions/tag", method="POST", json={}, headers=OWN).status_code == 401
+    wrong = {**OWN, "Cookie": f"{acting.cookie}=wrong"}
+    assert ask(store, acting, "/api/actions/tag", method="POST", json={}, headers=wrong).status_code == 401
+    assert ask(store, acting, "/api/store").status_code == 200
+    right = {**OWN, "Cookie": f"{acting.cookie}={TOKEN}"}
+    assert ask(store, acting, "/api/actions/nothing", method="POST", json={}, headers=right).status_code in (404, 405, 422)
+
+
+def test_on_another_interface_everything_wants_the_token(store: ReadOnlyStore) -> None:
+    for path in ("/", "/api/store", "/static/app.js", "/api/openapi.json"):
+        assert ask(store, OPEN, path, "trainer:7788").status_code == 401, path
+    page = ask(store, OPEN, "/", "trainer:7788")
+    assert "token" in page.text
+    assert page.headers["content-type"].startswith("text/html")
+    assert ask(store, OPEN, "/?token=wrong", "trainer:7788").status_code == 401
+    assert ask(store, OPEN, "/?token=", "trainer:7788").status_code == 401
+    assert ask(store, OPEN, "/api/store?token=" + TOKEN, "trainer:7788").status_code == 401
+    taken = ask(store, OPEN, f"/?token={TOKEN}", "192.168.1.7:7788")
+    assert (taken.status_code, taken.headers["location"]) == (303, "/")
+    cookie = taken.headers["set-cookie"]
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+    for headers in ({"Cookie": cookie.split(";")[0]}, {"Authorization": f"Bearer {TOKEN}"}):
+        assert ask(store, OPEN, "/api/store", "trainer.lab.example:7788", headers=headers).status_code == 200
+    for host in ("evil.example:7788", "trainer.evil.example:7788"):
+        assert ask(store, OPEN, "/api/store", host, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "cookie", ["", "=", "agentrl_ui_7788", f"agentrl_ui_7789={TOKEN}", f"other={TOKEN}", "\xff\xfe;=;", "a" * 8000]
+)
+def test_a_strange_cookie_is_no_token(store: ReadOnlyStore, cookie: str) -> None:
+    assert ask(store, OPEN, "/api/store", "trainer:7788", headers={"Cookie": cookie.encode("latin-1")}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static/%2e%2e%2fapp.py", "/static//etc/passwd",
+        "/static/....//app.py", "/static/vendor/../../app.py", "/static/%00", "/static/app.js%00.css", "/static/\\..\\app.py",
+        "/static/", "/static/vendor", "/etc/passwd",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_pages_files(store: ReadOnlyStore, path: str) -> None:
+    found = ask(store, LOCAL, path)
+    assert found.status_code == 404
+    assert "import" not in found.text
+    assert "root:" not in found.text
+
+
+def test_files_have_types_that_browsers_run_and_are_not_sent_twice(store: ReadOnlyStore) -> None:
+    kinds = {
+        "/": "text/html",
+        "/static/app.js": "text/javascript",
+        "/static/app.css": "text/css",
+        "/static/icon.svg": "image/svg+xml",
+    }
+    for path, kind in kinds.items():
+        found = ask(store, LOCAL, path)
+        assert found.headers["content-type"].split(";")[0] == kind, path
+        again = ask(store, LOCAL, path, headers={"If-None-Match": found.headers["etag"]})
+        assert path == "/" or again.status_code == 304, path
+
+
+def test_the_service_describes_itself(store: ReadOnlyStore) -> None:
+    found = ask(store, LOCAL, "/api/openapi.json").json()
+    assert {"/api/store", "/api/runs", "/api/runs/{run}/curves"} <= found["paths"].keys()
+    for path, methods in found["paths"].items():
+        for method, told in methods.items():
+            assert told["description"], (path, method)

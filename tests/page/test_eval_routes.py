@@ -1,0 +1,131 @@
+"""What the page is told of evaluations, on both databases: the list of them, and two compared task by task."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from agentrl.workers.page.routes import eval_routes
+from agentrl.workflow.stats.evaluation import evaluate
+from agentrl.workflow.store import planning, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import eval_results
+from agentrl.workflow.tables import schema as tables
+from tests.benchmarks import synthetic
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import claim, claim_training, fail, play, submission
+
+
+def measured(database: Database, name: str, *rewards: float | None, **fields: Any) -> None:
+    """An evaluation whose tasks' mean rewards are halves of these; None where all of its episodes fail."""
+    wanted = replace(submission(name, kind="eval", tasks=len(rewards), tasks_per_iteration=len(rewards)), **fields)
+    (iteration,) = planning.open_iterations(database, planning.submit(database, wanted).id)
+    groups = planning.start_iteration(database, iteration)
+    planning.mark_groups_sent(database, groups)
+    for group, reward in zip(groups, rewards, strict=True):
+        if reward is not None:
+            play(database, group, reward)
+            continue
+        work = claim(database, group)
+        for position in range(len(work.episodes)):
+            fail(database, work, position)
+    done = claim_training(database, iteration)
+    train_commits.finish_eval(database, done, evaluate(done.groups, eval_results.find_right_episodes(database, done.id)))
+
+
+def test_evaluations_are_listed_by_the_run_that_asked_for_them(database: Database) -> None:
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, {"one": 12, "two": 2})
+    page = PageOver(database)
+    assert [row["run"] for row in page.read("/api/evals", measures="one")["rows"]] == ["one-eval-0", "one-eval-10"]
+    assert page.read("/api/evals", measures="1") == page.read("/api/evals", measures="one")
+    assert len(page.read("/api/evals")["rows"]) == len(page.read("/api/evals", measures="")["rows"]) == 3
+    first = page.read("/api/evals", size=1)
+    assert page.read("/api/evals", size=5, cursor=first["next"])["rows"][0]["id"] != first["rows"][0]["id"]
+    assert page.ask("/api/evals", measures="three")[0] == 404
+
+
+def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:
+    measured(database, "one", 1.0, 0.5, 0.0)
+    measured(database, "two", 1.0, 1.0, 1.0)
+    found = PageOver(database).read("/api/compare", a=1, b=2)
+    assert (found["a"]["run"], found["a"]["mean"], found["b"]["mean"]) == ("one", 0.25, 0.5)
+    assert found["measures"]["difference"] == 0.25
+    assert (found["measures"]["won"], found["measures"]["lost"], found["measures"]["tied"]) == (2, 0, 1)
+    assert found["measures"]["p_value"] == 0.5
+    assert (found["right"]["won"], found["right"]["tied"]) == (2, 1)
+    assert [task["difference"] for task in found["tasks"]] == sorted((0.0, 0.25, 0.5), reverse=True)
+    assert all(task["a_episode"] < task["b_episode"] for task in found["tasks"])
+    assert (found["left_out"], found["remarks"]) == (0, [])
+
+
+def test_a_comparison_says_what_else_may_explain_the_difference(database: Database) -> None:
+    measured(database, "one", 1.0, 0.5)
+    other = submission("other", kind="eval", tasks_per_iteration=3)
+    config = {**other.config, "rollout": {**other.config["rollout"], "temperature": 0.5}}
+    measured(database, "two", 1.0, 0.5, 0.5, config=config, code_hash="changed")
+    remarks = PageOver(database).read("/api/compare", a=1, b=2)["remarks"]
+    assert remarks == [
+        "A has 2 tasks and B 3, of which 2 are the same: only those are compared.",
+        "They were sampled differently (rollout.temperature 1 and 0.5), which may explain the difference.",
+        "Their rewards were computed by different code, which may explain the difference.",
+    ]
+
+
+def test_where_rewards_differ_their_means_are_not_compared(database: Database) -> None:
+    measured(database, "one", 1.0, 0.5)
+    measured(database, "two", 1.0, 0.5, weights={"numeric_answer": 1.0})
+    found = PageOver(database).read("/api/compare", a=1, b=2)
+    assert found["measures"] is None
+    assert found["right"]["tied"] == 2
+    assert "accuracy is" in found["remarks"][0]
+
+
+def test_a_task_without_a_done_episode_is_left_out_of_the_means_and_said(database: Database) -> None:
+    measured(database, "one", 1.0, None)
+    measured(database, "two", 1.0, 0.5)
+    found = PageOver(database).read("/api/compare", a=1, b=2)
+    assert found["measures"]["tied"] == 1
+    assert {task["difference"] for task in found["tasks"]} == {0.0, None}
+    assert found["remarks"] == ["1 tasks without a done episode on one side are left out."]
+
+
+def test_one_task_has_a_difference_and_no_interval(database: Database) -> None:
+    measured(database, "one", 1.0)
+    measured(database, "two", 0.5)
+    found = PageOver(database).read("/api/compare", a=1, b=2)["measures"]
+    assert (found["difference"], found["low"], found["high"]) == (-0.25, None, None)
+
+
+def test_evaluations_without_a_task_in_common_have_nothing_to_compare(database: Database) -> None:
+    measured(database, "one", 1.0)
+    measured(database, "two", 1.0)
+    with database.engine.begin() as tx:
+        new = {"content_hash": "x" * 32, "key": "other", "messages": [], "metadata": {}}
+        task = tx.execute(tables.tasks.insert().values(new).returning(tables.tasks.c.id)).scalar_one()
+        for table in (tables.run_tasks, tables.episodes, tables.groups):
+            tx.execute(update(table).where(table.c.run_id == 2).values(task_id=task))
+    found = PageOver(database).read("/api/compare", a=1, b=2)
+    assert found["measures"]["difference"] is None
+    assert found["tasks"] == []
+
+
+def test_only_the_tasks_that_differ_most_are_listed(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(database, "one", 1.0, 0.5, 0.0)
+    measured(database, "two", 1.0, 1.0, 1.0)
+    monkeypatch.setattr(eval_routes, "MOST_TASKS", 1)
+    found = PageOver(database).read("/api/compare", a=1, b=2)
+    assert [task["difference"] for task in found["tasks"]] == [0.5]
+    assert found["left_out"] == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [({"a": 1, "b": 1}, 409), ({"a": 1, "b": 9}, 409), ({"a": 2, "b": 10**30}, 404), ({"a": 2}, 422), ({"a": 2, "b": 3}, 409)],
+)
+def test_what_is_no_evaluation_or_not_done_is_refused(database: Database, asked: dict[str, int], status: int) -> None:
+    planning.submit(database, submission("trains"))
+    measured(database, "done", 1.0)
+    planning.submit(database, submission("open", kind="eval"))
+    assert PageOver(database).ask("/api/compare", **asked)[0] == status

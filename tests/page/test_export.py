@@ -1,0 +1,267 @@
+"""A run as one file: what is in it, what it leaves out, and that it works in a browser that reaches nothing."""
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workers.page import export, one_file
+from agentrl.workers.page.read_only import Busy, ReadOnlyStore
+from agentrl.workers.page.service import STATIC
+from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import labels, planning, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import curves
+from agentrl.workflow.tables import schema as tables
+from tests.benchmarks import synthetic
+from tests.support.browser import Watched, chromium, settle
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import claim_training, play, start, submission, update_of, values
+
+LIMIT = 20_000_000
+EVIL = "</script><script>document.title='owned'</script><!-- \u2028 <img src=x onerror=alert(1)>"
+
+
+def store(database: Database) -> ReadOnlyStore:
+    return ReadOnlyStore(Settings(database_url=database.url.render_as_string(hide_password=False)))
+
+
+def recorded(file: Path) -> Any:
+    """What the file holds for the page."""
+    (found,) = re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', file.read_text("utf-8"), re.DOTALL)
+    return json.loads(found)
+
+
+@pytest.fixture
+def trained(database: Database) -> Database:
+    """The run `first` of one iteration, which is done, with a tag; the run `second`."""
+    for group, reward in zip(start(database, submission()), (1.0, 0.25), strict=True):
+        ended = play(database, group, reward)
+    assert ended.iteration is not None
+    work = claim_training(database, ended.iteration)
+    train_commits.commit_update(database, work, update_of(work), 3)
+    labels.change_tags(database, "first", ["good"])
+    planning.submit(database, submission("second"))
+    return database
+
+
+def test_a_small_run_is_recorded_whole_under_the_paths_that_the_page_asks_for(trained: Database, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    assert export.write_export(store(trained), "first", out, [], LIMIT) == ""
+    file = recorded(out)
+    assert (file["run"], file["left_out"]) == (1, "")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", file["made_at"])
+    groups = values(trained, "SELECT id FROM groups WHERE run_id = 1 ORDER BY id")
+    episodes = values(trained, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
+    tasks = values(trained, "SELECT DISTINCT task_id FROM groups WHERE run_id = 1")
+    lists = (
+        *("curves", "events?size=500&sort=id", "lanes", "episodes?size=50", "tasks?size=25", "annotations?size=100", "prompts"),
+        *("critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", *(f"tasks/{task}" for task in tasks)),
+    )
+    wanted = {"api/store", "api/runs?size=50", "api/runs/1", "api/evals?measures=1&size=200", "api/views"}
+    wanted |= {f"api/runs/1/{path}" for path in lists} | {f"api/groups/{group}" for group in groups}
+    wanted |= {f"api/episodes/{each}{rest}" for each in episodes for rest in ("", "/tokens?size=4096&start=0")}
+    assert {*file["answers"]} == wanted
+    page = PageOver(trained)
+    for path in ("api/runs/1/curves", f"api/episodes/{episodes[0]}", f"api/groups/{groups[0]}"):
+        assert file["answers"][path] == page.read(f"/{path}")
+
+
+def test_nothing_of_other_runs_and_no_folder_of_the_store_is_in_the_file(trained: Database, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "1", out, [], LIMIT)
+    answers = recorded(out)["answers"]
+    assert [row["run"] for row in answers["api/runs?size=50"]["rows"]] == ["first"]
+    assert answers["api/store"]["place"] == str(trained.url.database).rpartition("/")[2]
+    assert '"second"' not in out.read_text("utf-8")
+
+
+def test_texts_of_any_kind_cannot_leave_their_place_in_the_file(trained: Database, tmp_path: Path) -> None:
+    with trained.engine.begin() as tx:
+        tx.execute(text("UPDATE steps SET content = :evil, thought = :evil"), {"evil": EVIL})
+        tx.execute(text("UPDATE runs SET reason = :evil WHERE id = 1"), {"evil": EVIL})
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [], LIMIT)
+    document = out.read_text("utf-8")
+    assert document.count("</script>") == 3
+    assert "<!--" not in document
+    assert recorded(out)["answers"]["api/runs/1"]["run"]["reason"] == EVIL
+
+
+def test_the_policy_of_the_file_names_its_one_script_and_its_one_style(trained: Database, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [], LIMIT)
+    document = out.read_text("utf-8")
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', document, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", document, re.DOTALL)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', document)
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style)]
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}';")
+    assert document.index("Content-Security-Policy") < document.index("<style>")
+    assert not re.findall(r"(?:src|href)=\"(?!#|data:)[^\"$]", document.split("<body>")[0])
+    assert "\nimport " not in script
+
+
+def test_every_module_is_joined_once_and_after_what_it_imports() -> None:
+    code = one_file.join_modules(STATIC, "app.js")
+    made = re.findall(r"^const \$(\w+) = \(\(\) => \{$", code, re.MULTILINE)
+    assert sorted(made) == sorted(
+        str(file.relative_to(STATIC).with_suffix("")).replace("/", "_") for file in STATIC.rglob("*.js")
+    )
+    for name in made:
+        used = code.index(f"const ${name} = ")
+        assert all(found.start() > used for found in re.finditer(rf"= \${name}(?:\.default)?;$", code, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_a_full_file_holds_the_named_the_best_the_worst_and_the_last_episode_and_says_what_it_left_out(
+    database: Database, tmp_path: Path
+) -> None:
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, {"large": 6})
+    last, named = values(database, "SELECT max(id) FROM episodes WHERE run_id = 1")[0], 3
+    whole = tmp_path / "whole.html"
+    export.write_export(store(database), "large", whole, [], 1_000_000_000)
+    out = tmp_path / "run.html"
+    limit = 2_500_000
+    assert whole.stat().st_size > limit
+    said = export.write_export(store(database), "large", out, [named, named], limit)
+    assert out.stat().st_size <= limit
+    file = recorded(out)
+    assert file["left_out"] == said
+    assert re.fullmatch(r"Left out, to stay below 2 MB: .*[\d,]+ of [\d,]+ episodes\.", said)
+    taken = {int(path.split("/")[2]) for path in file["answers"] if re.fullmatch(r"api/episodes/\d+", path)}
+    assert {named, last} <= taken
+    assert values(database, f"SELECT max(reward) FROM episodes WHERE id IN ({', '.join(map(str, taken))})") == values(
+        database, "SELECT max(reward) FROM episodes WHERE run_id = 1"
+    )
+    for episode in taken:  # each with its tokens
+        assert f"api/episodes/{episode}/tokens?size=4096&start=0" in file["answers"]
+    assert f"api/groups/{file['answers'][f'api/episodes/{named}']['episode']['group_id']}" in file["answers"]
+
+
+def test_a_file_that_is_there_is_left_as_it_is_unless_one_insists(trained: Database, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    out.write_text("mine")
+    with pytest.raises(ConflictError, match="exists"):
+        export.write_export(store(trained), "first", out, [], LIMIT)
+    assert out.read_text() == "mine"
+    export.write_export(store(trained), "first", out, [], LIMIT, force=True)
+    assert recorded(out)["run"] == 1
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".html"] == ["run.html"]
+    for place in (tmp_path, tmp_path / "none" / "run.html"):
+        with pytest.raises(ConfigError, match="No file can be written"):
+            export.write_export(store(trained), "first", place, [], LIMIT, force=True)
+
+
+def test_what_is_not_there_or_does_not_fit_is_said_in_a_sentence(trained: Database, tmp_path: Path) -> None:
+    planning.submit(trained, submission("third"))
+    of_third = values(trained, "SELECT min(id) FROM episodes WHERE run_id = 3")[0]
+    out = tmp_path / "run.html"
+    for run, episodes, limit, error, said in (
+        ("firsd", [], LIMIT, NotFoundError, "There is no run 'firsd'"),
+        ("first", [999], LIMIT, NotFoundError, "There is no episode 999"),
+        ("first", [2**70], LIMIT, NotFoundError, "There is no episode"),
+        ("first", [of_third], LIMIT, ConfigError, "is of run 3"),
+        ("first", [], 1000, ConfigError, "curves and lists alone are"),
+    ):
+        with pytest.raises(error, match=said):
+            export.write_export(store(trained), run, out, episodes, limit)
+    assert not out.exists()
+
+
+def test_a_busy_store_is_asked_again_and_then_given_up(
+    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "AGAIN_SECONDS", 0)
+    left, ask = [3], ReadOnlyStore.ask
+
+    def sometimes(self: ReadOnlyStore, query: Any) -> Any:
+        left[0] -= 1
+        if left[0] in (1, 0):
+            raise Busy("The store cannot be read just now: locked.")
+        return ask(self, query)
+
+    monkeypatch.setattr(ReadOnlyStore, "ask", sometimes)
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [], LIMIT)
+    assert out.exists()
+    left[0] = 2
+
+    def never(self: ReadOnlyStore, query: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Busy("The store cannot be read just now: locked.")
+        return ask(self, query)
+
+    monkeypatch.setattr(ReadOnlyStore, "ask", never)
+    with pytest.raises(Busy):
+        export.write_export(store(trained), "first", tmp_path / "other.html", [], LIMIT)
+    assert not (tmp_path / "other.html").exists()
+
+
+@pytest.mark.slow
+def test_the_file_works_in_a_browser_that_reaches_nothing(trained: Database, tmp_path: Path) -> None:
+    with trained.engine.begin() as tx:
+        tx.execute(text("UPDATE steps SET content = :evil"), {"evil": EVIL})
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [], LIMIT)
+    answers = recorded(out)["answers"]
+    numbers = {path.split("/")[2] for path in answers if path.startswith("api/groups/")}
+    episode = next(path.split("/")[2] for path in answers if path.startswith("api/episodes/"))
+    tabs = (
+        "curves",
+        "iterations",
+        "episodes",
+        "tasks",
+        "ledger",
+        "workers",
+        "events",
+        "config",
+        "annotations",
+        "prompts",
+        "evals",
+    )
+    with chromium() as browser:
+        page = browser.new_context(offline=True).new_page()
+        watched = Watched(page)
+        page.goto(f"file://{out}")
+        watched.see("first")
+        places = [*(f"/?tab={tab}" for tab in tabs), "/run/1/iteration/1", f"/group/{min(numbers)}", "/runs"]
+        places += [f"/episode/{episode}", f"/episode/{episode}?tab=tokens", f"/episode/{episode}?tab=why"]
+        for place in places:
+            page.evaluate("where => { location.hash = where }", f"#{place}")
+            settle(page)
+            assert page.locator("main .problem").count() == 0, (place, page.inner_text("main")[:300])
+        assert page.title() != "owned"
+        assert watched.wrong == []
+        assert {unquote(host) for host in watched.hosts} <= {""}
+
+
+def test_curves_of_many_pages_and_turns_and_tokens_of_many_are_recorded_page_after_page(
+    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "TOKENS", 2)
+    load = curves.load_curves
+    monkeypatch.setattr(curves, "load_curves", lambda db, run, after=0: load(db, run, after, 1))
+    with trained.engine.begin() as tx:
+        (policy,) = tx.execute(text("SELECT min(id) FROM policies WHERE run_id = 1")).scalars()
+        row = {"run_id": 1, "epoch": 0, "policy_id": policy, "status": "done"}
+        tx.execute(tables.iterations.insert(), [{**row, "number": n} for n in range(5, 8)])
+    out = tmp_path / "run.html"
+    assert export.write_export(store(trained), "first", out, [], LIMIT) == ""
+    answers = recorded(out)["answers"]
+    numbers = values(trained, "SELECT number + 1 FROM iterations WHERE run_id = 1 ORDER BY number")
+    assert {f"api/runs/1/curves?after={number}" for number in numbers[:-1]} <= {*answers}
+    assert {f"api/runs/1/iterations/{number}" for number in numbers} <= {*answers}
+    episode = next(path for path in answers if path.startswith("api/episodes/"))
+    total = answers[f"{episode}/tokens?size=2&start=0"]["total"]
+    assert {f"{episode}/tokens?size=2&start={start}" for start in range(0, total, 2)} <= {*answers}

@@ -1,0 +1,68 @@
+"""The page's own files: small, joined by their imports alone, and with nothing in them that turns a text into markup."""
+
+import gzip
+import re
+from pathlib import Path
+
+STATIC = Path(__file__).parents[2] / "workers/page/static"
+OWN = sorted(STATIC.glob("*.js"))
+TOP_LEVEL = re.compile(r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", re.MULTILINE)
+IMPORT = re.compile(r'^import (?:\w+|\{ [\w, ]+ \}) from "\./((?:vendor/)?\w+\.js)";$')
+MOST_BYTES = 250_000
+MARKUP = (
+    "innerHTML",
+    "outerHTML",
+    "insertAdjacentHTML",
+    "dangerouslySetInnerHTML",
+    "document.write",
+    "eval(",
+    "new Function",
+    "srcdoc",
+)
+
+
+def test_the_page_and_all_its_files_are_less_than_250_kilobytes_compressed() -> None:
+    files = [file for file in STATIC.rglob("*") if file.is_file() and file.suffix in (".html", ".css", ".js", ".svg")]
+    assert len(files) > 10
+    assert sum(len(gzip.compress(file.read_bytes())) for file in files) <= MOST_BYTES
+
+
+def test_the_pages_own_files_have_no_name_twice() -> None:
+    names = [name for file in OWN for name in TOP_LEVEL.findall(file.read_text())]
+    assert len(names) > 100
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
+def test_the_pages_own_files_import_by_one_line_each_from_files_that_there_are() -> None:
+    for file in OWN:
+        for line in file.read_text().splitlines():
+            if line.startswith("import"):
+                found = IMPORT.match(line)
+                assert found, (file.name, line)
+                assert (STATIC / found[1]).is_file(), (file.name, line)
+            assert "import(" not in line, (file.name, line)
+
+
+def test_no_file_turns_a_text_into_markup_or_asks_another_host() -> None:
+    for file in OWN:
+        text = file.read_text()
+        assert [word for word in MARKUP if word in text] == [], file.name
+        assert re.findall(r"https?://", text) == [], file.name
+    assert "http" not in re.sub(r"<!.*?>", "", (STATIC / "index.html").read_text())
+
+
+def test_the_vendored_files_say_what_they_are_and_under_which_licence() -> None:
+    said = (STATIC / "vendor/LICENSES.txt").read_text()
+    for file in (STATIC / "vendor").glob("*.*s"):
+        assert file.name in said, file.name
+    for words in ("uPlot 1.6.32 (MIT)", "htm 3.1.1", "Apache License", "MIT License"):
+        assert words in said, words
+
+
+def test_every_module_is_asked_for_at_once() -> None:
+    page = (STATIC / "index.html").read_text()
+    wanted = {f"static/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*.js")}
+    asked = set(re.findall(r'rel="modulepreload" href="(.*?)"', page)) | set(
+        re.findall(r'<script type="module" src="(.*?)"', page)
+    )
+    assert asked == wanted

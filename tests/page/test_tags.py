@@ -1,0 +1,162 @@
+"""Tags and notes: what people say of a run, written by commands and shown by them, on both databases."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import inspect
+from typer.testing import CliRunner
+
+from agentrl.cli.app import app
+from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
+from agentrl.workflow.store import labels, planning
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import downgrade, upgrade
+from agentrl.workflow.store.reads import label_rows
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import submission, values
+
+
+@pytest.fixture
+def labelled(database: Database) -> Database:
+    """A database with the runs `first` and `second`."""
+    for name in ("first", "second"):
+        planning.submit(database, submission(name))
+    return database
+
+
+def command(*words: str) -> tuple[int, str]:
+    ended = CliRunner().invoke(app, [*words])
+    return ended.exit_code, ended.output
+
+
+def test_tags_are_given_and_taken_away_once_each_by_name_or_number(labelled: Database) -> None:
+    assert labels.change_tags(labelled, "first", ["good", " paper ", "good"]) == ["good", "paper"]
+    assert labels.change_tags(labelled, "1", ["bad", "good"], ["paper", "never"]) == ["bad", "good"]
+    assert label_rows.list_tags(labelled, "first") == ["bad", "good"]
+    assert label_rows.load_tags(labelled, [1, 2]) == {1: ["bad", "good"]}
+    assert label_rows.list_tags(labelled, "second") == []
+
+
+def test_a_word_that_is_both_given_and_taken_away_is_given(labelled: Database) -> None:
+    assert labels.change_tags(labelled, "first", ["good"], ["good"]) == ["good"]
+
+
+@pytest.mark.parametrize("word", ["", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65])
+def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database, word: str) -> None:
+    with pytest.raises(ConfigError, match="is no tag"):
+        labels.change_tags(labelled, "first", ["good", word])
+    assert label_rows.list_tags(labelled, "first") == []
+    assert labels.change_tags(labelled, "first", [], [word]) == []
+
+
+@pytest.mark.parametrize("word", ["%", "_", "a/b", "🦊 ok", "'; DROP TABLE runs; --", "x" * 64])
+def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database, word: str) -> None:
+    labels.change_tags(labelled, "first", [word])
+    page = PageOver(labelled)
+    assert [row["tags"] for row in page.read("/api/runs", tag=word)["rows"]] == [[word]]
+    assert page.read("/api/runs", tag="another")["rows"] == []
+
+
+def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels.change_tags(labelled, "first", [str(number) for number in range(labels.MOST_TAGS)])
+    with pytest.raises(ConflictError, match="at most 100 tags"):
+        labels.change_tags(labelled, "first", ["more"])
+    assert labels.change_tags(labelled, "first", ["more"], ["0"])[-1] == "more"
+    monkeypatch.setattr(labels, "MOST_NOTES", 2)
+    labels.add_note(labelled, "first", "one")
+    labels.add_note(labelled, "first", "two")
+    with pytest.raises(ConflictError, match="at most 2 notes"):
+        labels.add_note(labelled, "first", "three")
+
+
+def test_notes_are_kept_as_they_were_written_the_newest_first(labelled: Database) -> None:
+    first = labels.add_note(labelled, "first", "  lr too high\nsee #7 🦊  ")
+    second = labels.add_note(labelled, "first", "\0\ud800<b>")
+    labels.add_note(labelled, "second", "another run's")
+    notes = label_rows.list_notes(labelled, "first")
+    assert [(note["id"], note["text"]) for note in notes] == [(second, "\ufffd?<b>"), (first, "lr too high\nsee #7 🦊")]
+    assert all(isinstance(note["created_at"], datetime) for note in notes)
+    shown = PageOver(labelled).read("/api/runs/1")
+    assert [note["text"] for note in shown["notes"]] == ["\ufffd?<b>", "lr too high\nsee #7 🦊"]
+    labels.remove_note(labelled, "first", second)
+    assert [note["id"] for note in label_rows.list_notes(labelled, "1")] == [first]
+
+
+@pytest.mark.parametrize("text", ["", " \n ", "x" * (labels.MAX_NOTE_CHARS + 1)])
+def test_an_empty_note_or_a_book_is_refused(labelled: Database, text: str) -> None:
+    with pytest.raises(ConfigError, match="1 to 10000 characters"):
+        labels.add_note(labelled, "first", text)
+
+
+def test_a_note_of_another_run_is_not_taken_away(labelled: Database) -> None:
+    note = labels.add_note(labelled, "second", "mine")
+    for number in (note, note + 1, 2**70):
+        with pytest.raises(NotFoundError, match=f"has no note {number}"):
+            labels.remove_note(labelled, "first", number)
+    assert len(label_rows.list_notes(labelled, "second")) == 1
+
+
+def test_an_older_store_gets_the_tables_and_a_downgrade_takes_them_away(labelled: Database) -> None:
+    labels.change_tags(labelled, "first", ["good"])
+    downgrade(labelled, "0011")
+    assert not {"run_tags", "run_notes"} & {*inspect(labelled.engine).get_table_names()}
+    upgrade(labelled)
+    assert values(labelled, "SELECT count(*) FROM run_tags") == [0]
+    assert labels.change_tags(labelled, "first", ["again"]) == ["again"]
+
+
+# the commands
+
+
+@pytest.fixture
+def stored(own_database: Database) -> Database:
+    """The process's own store, with the runs `first` and `second`."""
+    for name in ("first", "second"):
+        planning.submit(own_database, submission(name))
+    return own_database
+
+
+def test_the_command_gives_takes_and_lists_tags(stored: Database) -> None:
+    assert command("tag", "first")[1] == "first has no tag. Give it one: agentrl tag first good\n"
+    assert command("tag", "first", "good", "paper") == (0, "good\npaper\n")
+    assert command("tag", "1", "better", "-r", "good", "-r", "paper") == (0, "better\n")
+    assert json.loads(command("tag", "1", "--json")[1]) == {"run": "first", "tags": ["better"]}
+
+
+def test_the_list_of_runs_shows_tags_only_where_there_are_any(stored: Database) -> None:
+    assert "tags" not in command("runs")[1]
+    command("tag", "first", "good", "new 🦊")
+    assert "good, new 🦊" in command("runs")[1]
+    assert "tags" not in json.loads(command("runs", "--json")[1])[0]  # which are the columns of v_runs
+
+
+def test_the_command_writes_lists_and_removes_notes(stored: Database) -> None:
+    assert "There is no note on first" in command("note", "first")[1]
+    command("note", "first", "--", "-1 is the best reward\nof all")
+    code, said = command("note", "first", "\x1b[31mred")
+    assert code == 0
+    assert said.splitlines()[0].endswith("  red")
+    assert said.splitlines()[1].endswith("-1 is the best reward")
+    assert "1  20" in said
+    assert [row["id"] for row in json.loads(command("note", "first", "-r", "2", "--json")[1])] == [1]
+
+
+def test_a_run_that_is_not_there_is_named_with_one_like_it(stored: Database) -> None:
+    for words in (
+        ("tag", "firsd", "good"),
+        ("tag", "firsd"),
+        ("note", "firsd", "x"),
+        ("note", "firsd"),
+        ("note", "firsd", "-r", "1"),
+    ):
+        with pytest.raises(NotFoundError, match="There is no run 'firsd'") as raised:
+            CliRunner().invoke(app, [*words], catch_exceptions=False)
+        assert "Did you mean 'first'?" in raised.value.hint
+
+
+def test_where_nothing_is_stored_a_tag_makes_no_store(home: Path) -> None:
+    for words in (("tag", "first", "good"), ("tag", "first"), ("note", "first", "x"), ("note", "first")):
+        assert command(*words)[0] != 0
+    assert not home.exists() or not any(home.glob("*.db"))

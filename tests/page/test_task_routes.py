@@ -1,0 +1,152 @@
+"""What the page is told of tasks, on both databases: when each was solved, never, its best and worst episode, its groups."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from agentrl.workflow.store import planning, train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import task_rows
+from agentrl.workflow.store.reads.task_rows import TASK_ORDERS
+from agentrl.workflow.tables import schema as tables
+from tests.benchmarks import synthetic
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import claim_training, play, submission, update_of, values
+
+
+def played(database: Database, *iterations: tuple[float, ...]) -> None:
+    """A run of two tasks: in each iteration the second episode of each task's group has that reward, the first one 0."""
+    planning.submit(database, submission(epochs=len(iterations)))
+    for rewards in iterations:
+        (iteration,) = planning.open_iterations(database, 1)
+        groups = planning.start_iteration(database, iteration)
+        planning.mark_groups_sent(database, groups)
+        by_task = sorted(groups, key=lambda group: values(database, "SELECT task_id FROM groups WHERE id = :id", id=group))
+        for group, reward in zip(by_task, rewards, strict=True):
+            play(database, group, reward)
+        work = claim_training(database, iteration)
+        train_commits.commit_update(database, work, update_of(work), 3)
+
+
+def test_a_task_is_solved_in_the_iteration_whose_best_episode_is_right(database: Database) -> None:
+    played(database, (0.5, 1.0), (1.0, 0.25), (0.0, 0.5))
+    found = PageOver(database).read("/api/runs/1/tasks", sort="-id")
+    one, other = found["rows"]
+    assert (one["first_solved"], other["first_solved"]) == (2, 1)
+    assert not one["never_solved"]
+    assert found["solved_means"] == "its best episode is right: numeric_answer at full value"
+    assert one["points"] == [[1, 0.25], [2, 0.5], [3, 0.0]]
+    assert (one["groups"], one["mean_reward"], one["last_reward"], one["role"]) == (3, 0.25, 0.0, "train")
+    assert one["best"]["reward"] == 1.0
+    assert one["worst"]["reward"] == 0.0
+    assert values(database, "SELECT reward FROM episodes WHERE id = :id", id=one["best"]["episode"]) == [1.0]
+
+
+def test_a_task_that_was_never_right_says_so(database: Database) -> None:
+    played(database, (0.5, 0.9))
+    for row in PageOver(database).read("/api/runs/1/tasks")["rows"]:
+        assert row["never_solved"]
+        assert row["first_solved"] is None
+
+
+def test_where_no_part_says_what_is_right_a_reward_of_one_does(database: Database) -> None:
+    played(database, (0.5, 1.0))
+    with database.engine.begin() as tx:
+        tx.execute(update(tables.reward_sets).values(weights={}))
+    found = PageOver(database).read("/api/runs/1/tasks", sort="-id")
+    assert [row["first_solved"] for row in found["rows"]] == [None, 1]
+    assert found["solved_means"] == "its best episode's reward is 1 or more"
+
+
+@pytest.fixture
+def grown(database: Database) -> Database:
+    with database.engine.begin() as tx:
+        synthetic.fill(tx, {"large": 3})
+    return database
+
+
+def whole_list(page: PageOver, run: int, **asked: Any) -> list[dict[str, Any]]:
+    """The rows of all pages."""
+    found: list[dict[str, Any]] = []
+    cursor = ""
+    while True:
+        answered = page.read(f"/api/runs/{run}/tasks", cursor=cursor, **asked)
+        found += answered["rows"]
+        cursor = answered["next"]
+        if not cursor:
+            return found
+
+
+def test_every_task_comes_once_in_every_order(grown: Database) -> None:
+    page = PageOver(grown)
+    columns = {"id": "task_id", "reward": "mean_reward", "last": "last_reward"}
+    for order in TASK_ORDERS:
+        for way in ("", "-"):
+            rows = whole_list(page, 1, sort=f"{way}{order}", size=20)
+            assert len({row["task_id"] for row in rows}) == len(rows) == 48
+            shown = [row[columns.get(order, order)] for row in rows if row[columns.get(order, order)] is not None]
+            assert order == "task" or shown == sorted(shown, reverse=not way), order
+    assert [row["task_id"] for row in whole_list(page, 1, size=7)] == list(range(1, 49))
+
+
+def test_tasks_are_found_by_a_text_in_their_key_or_reference(grown: Database) -> None:
+    page = PageOver(grown)
+    assert {row["task"] for row in whole_list(page, 1, text="TRAIN/4")} == {f"train/{n}" for n in (4, *range(40, 48))}
+    assert page.read("/api/runs/1/tasks", text="100%")["rows"] == []
+
+
+def test_a_run_on_stored_groups_has_the_tasks_of_those(grown: Database) -> None:
+    (run,) = values(grown, "SELECT id FROM runs WHERE name = 'again'")
+    assert len(whole_list(PageOver(grown), run, size=1000)) == 32
+
+
+def test_a_page_of_too_many_episodes_says_how_many_groups_it_did_not_read(
+    grown: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_rows, "MOST_EPISODES", 80)
+    found = PageOver(grown).read("/api/runs/1/tasks", size=20)
+    assert found["left_out"] == 10
+    assert [row["best"] is None for row in found["rows"]] == [False] * 10 + [True] * 10
+
+
+@pytest.mark.parametrize("asked", [{"sort": "colour"}, {"cursor": "abc"}, {"size": 0}, {"size": 1001}])
+def test_an_order_cursor_or_size_that_there_is_not_is_422(grown: Database, asked: dict[str, Any]) -> None:
+    assert PageOver(grown).ask("/api/runs/1/tasks", **asked)[0] == 422
+
+
+def test_a_cursor_of_another_list_is_refused(grown: Database) -> None:
+    page = PageOver(grown)
+    cursor = page.read("/api/runs/1/tasks", size=2)["next"]
+    assert page.ask("/api/runs/1/tasks", size=2, cursor=cursor, sort="id")[0] == 422
+
+
+def test_one_task_has_all_its_groups_with_their_episodes_rewards(database: Database) -> None:
+    played(database, (0.5, 1.0), (1.0, 0.25))
+    page = PageOver(database)
+    task = page.read("/api/runs/1/tasks", sort="-id")["rows"][0]
+    found = page.read(f"/api/runs/1/tasks/{task['task_id']}")
+    assert found["task"] == task["task"]
+    assert found["messages"][0]["content"].startswith("What is 6*")
+    assert [group["iteration"] for group in found["groups"]] == [1, 2]
+    assert [[episode["reward"] for episode in group["episodes"]] for group in found["groups"]] == [[0.0, 0.5], [0.0, 1.0]]
+    assert found["first_solved"] == 2
+    assert found["cut"] == {}
+
+
+def test_a_long_task_is_cut_and_says_so(database: Database) -> None:
+    played(database, (0.5, 1.0))
+    with database.engine.begin() as tx:
+        long = {"messages": [{"role": "user", "content": "x" * 50_000}], "metadata": {"deep": ["y" * 50_000]}}
+        tx.execute(update(tables.tasks).where(tables.tasks.c.id == 1).values(**long))
+    found = PageOver(database).read("/api/runs/1/tasks/1")
+    assert found["messages"][0]["cut"] == {"content": 50_000}
+    assert found["cut"] == {"metadata": 50_014}
+
+
+@pytest.mark.parametrize("task", ["99", "99999999999999999999999", "-1"])
+def test_a_task_that_the_run_does_not_have_is_404(database: Database, task: str) -> None:
+    played(database, (0.5, 1.0))
+    status, said = PageOver(database).ask(f"/api/runs/1/tasks/{task}")
+    assert status == 404
+    assert said["hint"] == "agentrl episodes first"

@@ -1,0 +1,178 @@
+"""What a page may do that was started with `--actions`: commands of agentrl in processes of their own, one of a kind at a time.
+
+The page sends numbers and words, never a command: what is run is made here, of the same words that it shows to be copied.
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, Field
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.read_only import ReadOnlyStore
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.shown.whole_episode import load_episode_answer
+from agentrl.workers.page.shown.within import look
+from agentrl.workflow.errors import AccessDenied, ConfigError, StateError
+from agentrl.workflow.runtime import shown_text
+from agentrl.workflow.store.row_values import clean
+
+router = APIRouter(prefix="/api/actions", tags=["actions"])
+
+Kind = Literal["verify", "fork", "rescore", "whatif", "tag", "untag", "note"]
+COMMAND = (sys.executable, "-m", "agentrl.cli")
+SECONDS: Mapping[str, float] = {"verify": 900, "fork": 300, "rescore": 900, "whatif": 900, "tag": 60, "untag": 60, "note": 60}
+"""The longest that a command of each kind may take."""
+MOST_OUTPUT = 50_000
+"""The most characters of what a command printed that are told, from its end."""
+LOOK_SECONDS = 0.05
+
+Word = Annotated[str, Field(max_length=20_000)]
+
+
+class Action(BaseModel):
+    """The words of an action; each kind takes some of them.
+
+    Args:
+        run: of tags and notes; of `rescore` and `whatif` in place of the episode's own.
+        episode: of the others.
+        text: the tag, or the note.
+        step: the first step that `fork` samples anew [the last one].
+        n: how many forks.
+        reward: the rewards of `rescore`, NAME or NAME=WEIGHT.
+        algorithm: what `whatif` compares with.
+        iteration: the update that `whatif` looks at.
+    """
+
+    run: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    episode: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    text: Word = ""
+    step: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    reward: list[Word] = []
+    algorithm: Word = ""
+    iteration: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class Done(BaseModel):
+    """What a command did. `output`: what it printed, the end of it where it was long; `timed_out`: it was ended."""
+
+    command: str
+    exit_code: int
+    output: str
+    seconds: float
+    timed_out: bool
+
+
+@router.post("/{kind}", response_model=Done)
+async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Response:
+    """Runs a command of agentrl, and answers what it printed."""
+    if not request.app.state.actions:
+        raise AccessDenied("This page only reads.", "Start it with actions: agentrl ui --actions")
+    words = await run_in_threadpool(make_words, store, kind, asked)
+    state = request.app.state
+    if not hasattr(state, "acting"):
+        state.acting = set()
+    if kind in state.acting:
+        raise StateError(f"A {kind} is running already.", "Wait until it is done.")
+    state.acting.add(kind)
+    try:
+        return answer(await _run(words, _environment(store), SECONDS[kind], state.is_ending))
+    finally:
+        state.acting.discard(kind)
+
+
+def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
+    """The words of the command, after `agentrl`.
+
+    Raises:
+        ConfigError: something is missing, or it cannot be done with this episode.
+        NotFoundError: there is no such episode.
+    """
+    if kind in ("tag", "untag", "note"):
+        if asked.run is None or not asked.text.strip():
+            raise ConfigError(f"A {kind} needs a run and a text.", "Send `run` and `text`.")
+        run, said = str(asked.run), clean(asked.text)
+        return ["tag", run, f"--remove={said}"] if kind == "untag" else [kind, run, "--", said]
+    shown = _shown_command(store, kind, asked)
+    if kind == "fork":
+        return [*_changed(shown, "--step", asked.step), *(["-n", str(asked.n)] if asked.n else ())]
+    if kind == "whatif":
+        return _changed(_changed(shown, "--algorithm", clean(asked.algorithm) or None), "--iteration", asked.iteration)
+    if kind == "rescore":
+        if not asked.reward:
+            raise ConfigError("Which reward?", f"Type it: agentrl rescore {shlex.quote(shown[1])} --reward NAME")
+        return [*shown[:2], *(f"--reward={clean(each)}" for each in asked.reward[:20])]
+    return shown
+
+
+def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
+    """The words that the page shows of the episode, after `agentrl`."""
+    episode = asked.episode
+    if episode is None:
+        raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
+    commands = look(store, lambda db: load_episode_answer(db.tx, episode, 0, 1))["commands"]
+    line = commands.get(kind)
+    if line is None:
+        raise ConfigError(f"Episode {episode} is none to {kind}.", f"What there is: agentrl replay {episode}")
+    return shlex.split(line)[1:]
+
+
+def _changed(words: Sequence[str], option: str, value: object) -> list[str]:
+    """The words with another value of an option; as they are without one."""
+    if value is None:
+        return [*words]
+    at = words.index(option) + 1
+    return [*words[:at], str(value), *words[at + 1 :]]
+
+
+def _environment(store: ReadOnlyStore) -> dict[str, str]:
+    """The environment of a command on the store that the page shows."""
+    here = {"AGENTRL_HOME": str(store.settings.root), "AGENTRL_DATABASE_URL": store.settings.database}
+    return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
+
+
+async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
+    """Runs the command until it ends, or takes too long, or the page's service ends."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
+        child = await asyncio.create_subprocess_exec(
+            *(*COMMAND, *words),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        late = False
+        try:
+            while child.returncode is None and not late:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(child.wait(), LOOK_SECONDS)
+                late = time.monotonic() - began > seconds or is_ending()
+        finally:
+            late = child.returncode is None
+            if late:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        code = await child.wait()
+        output = _read_end(printed)
+    told = {"command": shlex.join(["agentrl", *words]), "exit_code": code, "output": output}
+    return {**told, "seconds": time.monotonic() - began, "timed_out": late}
+
+
+def _read_end(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 4 * MOST_OUTPUT))
+    text = shown_text.clean(file.read().decode("utf-8", "replace"))
+    return text if len(text) <= MOST_OUTPUT and size <= 4 * MOST_OUTPUT else f"...{text[-MOST_OUTPUT:]}"

@@ -1,0 +1,46 @@
+"""Answers of the page's service: rows as JSON that every browser reads, and errors as one sentence with the next step."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import Response
+
+from agentrl.workers.page.read_only import Busy
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, NotFoundError, StateError
+
+RETRY_SECONDS = 1
+"""When a page asks a busy store again."""
+_STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
+    (Busy, 503), (NotFoundError, 404), (AccessDenied, 403), (StateError, 409), (ConfigError, 422),
+)  # fmt: skip
+
+
+def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null."""
+    body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return Response(body, status, media_type="application/json", headers=dict(headers or {}))
+
+
+def plain(value: Any) -> Any:
+    """The value of JSON's own kinds."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def refuse(error: AgentRLError) -> Response:
+    """An error as `{error, hint}`, with the status that its kind has."""
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+    headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else {}
+    return answer({"error": error.message, "hint": error.hint}, status, headers)

@@ -1,0 +1,232 @@
+"""What is new, as server-sent events: one look a while at each run that somebody looks at, whoever and how many they are.
+
+An event's id says what its page has: the number of iterations that are over, and a mark of the rest. A browser that was cut
+off sends it back, and is told what came since.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from agentrl.workers.page.answers import plain, refuse
+from agentrl.workers.page.read_only import Busy, ReadOnlyStore
+from agentrl.workers.page.shown.whole_run import list_shown_runs
+from agentrl.workers.page.shown.within import Within, look
+from agentrl.workflow.errors import AgentRLError, NotFoundError
+from agentrl.workflow.store.reads import curves, live_state, run_rows
+
+LOOK_SECONDS = 0.5
+"""The time between two looks at a run that somebody listens to."""
+WORK_SECONDS = 2.0
+"""The time between two tellings of turns and calls, which come many times a second; an iteration is told at once."""
+COMMENT_SECONDS = 15.0
+"""After such a silence a comment is sent, so that nobody on the way takes the line for dead."""
+RETRY_MS = 2000
+MOST_LISTENERS = 64
+MOST_ROWS = 1000
+"""The most iterations of an event; a page that missed more asks for the curves anew."""
+
+router = APIRouter(prefix="/api", tags=["live"])
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen at a look: `stamp` and `work` move with what is shown (see `live_state`); `gone`: there is no such run;
+    `busy`: why nothing was seen."""
+
+    stamp: str = ""
+    work: str = ""
+    closed: int = 0
+    gone: bool = False
+    busy: str = ""
+
+    @property
+    def mark(self) -> str:
+        """What an event's id says of it."""
+        return self.stamp + self.work
+
+
+@dataclass
+class _Watch:
+    """The looks at one run, for all that listen."""
+
+    listeners: int = 0
+    seen: Seen | None = None
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+    read: "dict[tuple[str, int], asyncio.Task[Any]]" = field(default_factory=dict)
+    """What was read for a mark and for those who know so many iterations: once for all of them."""
+
+
+class Live:
+    """All looks of a service. While nobody listens to a run, none is taken at it."""
+
+    def __init__(self, store: ReadOnlyStore, is_ending: Callable[[], bool]) -> None:
+        """Takes the store, and whether the service is about to end."""
+        self._store, self.is_ending = store, is_ending
+        self._watches: dict[int | None, _Watch] = {}
+
+    @property
+    def listeners(self) -> int:
+        """How many listen now."""
+        return sum(watch.listeners for watch in self._watches.values())
+
+    async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
+        """What is seen of the run, or of the list of all, whenever it moves; None after a silence."""
+        watch = self._watches.setdefault(run, _Watch())
+        watch.listeners += 1
+        if watch.task is None:
+            watch.task = asyncio.create_task(self._look(run, watch))
+        told: Seen | None = None
+        spoke = time.monotonic()
+        try:
+            while not self.is_ending():
+                seen = await _next(watch, told)
+                if seen is not None and seen != told:
+                    told, spoke = seen, time.monotonic()
+                    yield seen
+                    if seen.gone:
+                        return
+                elif time.monotonic() - spoke > COMMENT_SECONDS:
+                    spoke = time.monotonic()
+                    yield None
+        finally:
+            watch.listeners -= 1
+            if not watch.listeners:
+                if watch.task is not None:
+                    watch.task.cancel()
+                self._watches.pop(run, None)
+
+    async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
+        """What may be other than when `since` iterations were over, read once for all who ask with that mark."""
+        read = self._watches[run].read
+        task = read.get((mark, since))
+        if task is None:
+            for old in [key for key in read if key[0] != mark]:
+                del read[old]
+            task = read[mark, since] = asyncio.create_task(asyncio.to_thread(_changes, self._store, run, since))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed one is asked for again
+        try:
+            found: dict[str, Any] = await asyncio.shield(task)
+        except AgentRLError:
+            read.pop((mark, since), None)
+            raise
+        return found
+
+    async def _look(self, run: int | None, watch: _Watch) -> None:
+        told = 0.0
+        while True:
+            seen = await asyncio.to_thread(_see, self._store, run)
+            at = time.monotonic()
+            only_work = watch.seen is not None and replace(seen, work=watch.seen.work) == watch.seen
+            if seen != watch.seen and (not only_work or at - told >= WORK_SECONDS):
+                told = at
+                moved, watch.seen, watch.moved = watch.moved, seen, asyncio.Event()
+                moved.set()
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _next(watch: _Watch, told: Seen | None) -> Seen | None:
+    """What is seen, at once where it is not what was told; else after a while."""
+    if watch.seen in (None, told):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(watch.moved.wait(), LOOK_SECONDS)
+    return watch.seen
+
+
+def _see(store: ReadOnlyStore, run: int | None) -> Seen:
+    try:
+        if run is None:
+            return Seen(_short(live_state.find_list_stamp(store)))
+        state = live_state.find_state(store, run)
+    except AgentRLError as error:
+        return Seen(busy=error.message)
+    return Seen(gone=True) if state is None else Seen(_short(state.stamp), _short(state.work), state.closed)
+
+
+def _short(stamp: str) -> str:
+    return hashlib.blake2s(stamp.encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+@router.get("/live", response_class=StreamingResponse)
+async def follow(
+    request: Request,
+    run: int | None = None,
+    since: Annotated[str, Query(max_length=100)] = "",
+    last_event_id: Annotated[str, Header(max_length=100)] = "",
+) -> Response:
+    """What is new of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
+
+    The data of a run's change: `iterations`, rows of its curves that are new or may have changed; `run_row`, `progress`. That
+    of the list is empty: it is asked for again. `since` or `Last-Event-ID`: the id of the last event that was seen.
+    """
+    live: Live = request.app.state.live
+    if live.listeners >= MOST_LISTENERS:
+        return refuse(Busy(f"{MOST_LISTENERS} pages listen already.", "Close some."))
+    return StreamingResponse(_events(live, run, last_event_id or since), media_type="text/event-stream")
+
+
+async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]:
+    known, mark = _parse_id(last)
+    yield f"retry: {RETRY_MS}\n\n"
+    async with aclosing(live.listen(run)) as looks:
+        async for seen in looks:
+            if seen is None:
+                yield ": still here\n\n"
+            elif seen.gone:
+                yield _event("gone", {})
+            elif seen.busy:
+                yield _event("busy", {"error": seen.busy})
+            elif mark != seen.mark:
+                since = seen.closed if known is None else min(known, seen.closed)
+                async for read in _read(live, run, since, seen.mark):
+                    if isinstance(read, AgentRLError):
+                        yield _event("busy", {"error": read.message})
+                    else:
+                        known, mark = seen.closed, seen.mark
+                        yield _event("change", read, f"{known}.{mark}")
+
+
+async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGenerator[dict[str, Any] | AgentRLError]:
+    """The data of a change; before it why it could not be read, each time that it could not."""
+    while not live.is_ending():
+        try:
+            yield {} if run is None else await live.changes(run, since, mark)
+        except NotFoundError:
+            pass  # the next look says so
+        except AgentRLError as error:
+            yield error
+            await asyncio.sleep(LOOK_SECONDS)
+            continue
+        return
+
+
+def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
+    """What may be other than when `since` iterations were over."""
+
+    def read(db: Within) -> dict[str, Any]:
+        name = run_rows.run_name(db.tx, run)
+        (row,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
+        rows = curves.load_curves(db, name, since, MOST_ROWS).rows
+        return {"run": run, "iterations": rows, "run_row": row, "progress": run_rows.count_progress(db, name)}
+
+    return look(store, read)
+
+
+def _parse_id(text: str) -> tuple[int | None, str]:
+    """How many iterations were over, and the mark, of an event's id; nothing of what is no such id."""
+    closed, point, mark = text.partition(".")
+    return (int(closed), mark) if point and closed.isascii() and closed.isdigit() and len(closed) < 10 else (None, "")
+
+
+def _event(kind: str, data: Any, number: str = "") -> str:
+    body = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
+    return f"{f'id: {number}' + chr(10) if number else ''}event: {kind}\ndata: {body}\n\n"

@@ -1,0 +1,123 @@
+"""The page as one file that asks nobody for anything: its modules, styles and recorded answers in one document.
+
+A module becomes a function that returns what it exports, so that no two modules share a name. The file's policy names the one
+script and the one style by their hashes: whatever a recorded text holds, nothing else runs.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from agentrl.workers.page.service import STATIC
+
+_IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "\./([\w/]+\.js)";\n', re.MULTILINE)
+_EXPORTED = re.compile(r"^export (?=(?:async )?(?:function|const|let|class) (\w+))", re.MULTILINE)
+_EXPORT_LIST = re.compile(r"export ?\{([^{}]*)\};?\s*\Z")
+_STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w/]+\.css)">\n')
+_MODULES = re.compile(r'<link rel="modulepreload" [^>]*>\n')
+_ICON = re.compile(r'<link rel="icon" href="static/(\w+\.svg)" type="image/svg\+xml">')
+_SCRIPT = re.compile(r'<script type="module" src="static/(\w+\.js)"></script>')
+_TITLE = "<title>agentrl</title>"
+
+
+def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
+    """The document.
+
+    Args:
+        title: what a browser's tab shows.
+        about: what the page is told of the file beside its answers; not empty.
+        answers: path -> its answer, as `embed` makes it.
+    """
+    index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
+    style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))
+    (first,) = _SCRIPT.findall(index)
+    (icon,) = _ICON.findall(index)
+    code = join_modules(STATIC, first)
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{_hash(code)}'; style-src 'sha256-{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    image = base64.b64encode((STATIC / icon).read_bytes()).decode()
+    head, between = _STYLE.sub("", index).split(_TITLE)
+    before, after = _SCRIPT.split(between)[::2]
+    before = _ICON.sub(f'<link rel="icon" href="data:image/svg+xml;base64,{image}">\n<style>{style}</style>', before)
+    shown = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{html.escape(title)}</title>'
+    licenses = (STATIC / "vendor/LICENSES.txt").read_text(encoding="utf-8")
+    recorded = b",".join(embed(path) + b":" + body for path, body in answers.items())
+    parts = (
+        f"{head}{shown}{before}".encode(),
+        b'<script type="application/json" id="recorded">',
+        embed(dict(about))[:-1],
+        b',"answers":{',
+        recorded,
+        b"}}</script>\n",
+        f'<script type="text/plain" id="licenses">\n{licenses}</script>\n'.encode(),
+        f'<script type="module">{code}</script>{after}'.encode(),
+    )
+    return b"".join(parts)
+
+
+def embed(value: object) -> bytes:
+    """A value as JSON that can stand in a script element."""
+    return embed_json(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+
+
+def embed_json(document: bytes) -> bytes:
+    """JSON as it can stand in a script element: without `<`, which ends one."""
+    return document.replace(b"<", b"\\u003c")
+
+
+def join_modules(folder: Path, first: str) -> str:
+    """One module of `first` and all that it imports."""
+    return "\n".join(_as_function(folder, name) for name in _in_order(folder, first, [])) + "\n"
+
+
+def _in_order(folder: Path, name: str, known: list[str]) -> list[str]:
+    """`known`, then what the module needs and is not known, then the module."""
+    for _, needed in _IMPORT.findall(_source(folder, name)):
+        _in_order(folder, needed, known)
+    if name not in known:
+        known.append(name)
+    return known
+
+
+def _as_function(folder: Path, name: str) -> str:
+    source = _source(folder, name)
+    source = _IMPORT.sub(_taken, source)
+    if listed := _EXPORT_LIST.search(source):  # a vendored one: what looks like an export before it is in a comment
+        given, body = _returned(listed[1].split(",")), source[: listed.start()]
+    else:
+        given, body = _EXPORTED.findall(source), _EXPORTED.sub("", source)
+    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(given)} }};\n}})();"
+
+
+def _source(folder: Path, name: str) -> str:
+    text = (folder / name).read_text(encoding="utf-8").replace("</script", "<\\/script")
+    if "<!--" in text:
+        raise ValueError(f"{name} has an HTML comment, which a script element cannot hold")
+    return text
+
+
+def _taken(found: re.Match[str]) -> str:
+    words, name = found.groups()
+    if not words.startswith("{"):
+        return f"const {words} = {_variable(name)}.default;\n"
+    return f"const {words.replace(' as ', ': ')} = {_variable(name)};\n"
+
+
+def _returned(words: Iterable[str]) -> list[str]:
+    """`a as b` as a property `b: a`."""
+    pairs = [word.split(" as ") for word in words]
+    return [f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs]
+
+
+def _variable(name: str) -> str:
+    return "$" + re.sub(r"\W", "_", name.removesuffix(".js"))
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,79 @@
+"""The page's server: one process, one address, until it is told to end."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from logging import getLogger
+from types import FrameType
+
+import uvicorn
+
+from agentrl.workers.page.door import Door, Rules, names_of
+from agentrl.workers.page.read_only import ReadOnlyStore
+from agentrl.workers.page.service import application
+from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
+from agentrl.workers.stack.listening import is_loopback
+
+MAX_HEAD_BYTES = 16 * 1024
+GOODBYE_SECONDS = 1
+"""How long open answers may go on after Ctrl-C; pages that listen are let go at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """How the page is reached: its rules and the link to open."""
+
+    rules: Rules
+    link: str
+
+
+def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
+    """The rules of a page at that socket; the link has the token in it where one is wanted."""
+    host, port = listening.getsockname()[:2]
+    local = is_loopback(listening)
+    everywhere = host in ("0.0.0.0", "::")
+    own = () if local else (socket.gethostname(), socket.getfqdn())
+    wanted = "" if local else token
+    rules = Rules(names_of("" if everywhere else host, own), port, not local, wanted, token if actions else "")
+    shown = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
+    return Opened(rules, f"http://{shown}:{port}/" + (f"?token={token}" if wanted or actions else ""))
+
+
+def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    app = application(store, actions=bool(rules.action_token))
+    getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        Door(app, rules),
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=int(HEADER_SECONDS),
+        timeout_graceful_shutdown=GOODBYE_SECONDS,
+    )
+    signal.signal(signal.SIGTERM, _end)
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
+        asyncio.run(_serve(uvicorn.Server(config), app.state, listening))
+
+
+async def _serve(server: uvicorn.Server, state: object, listening: socket.socket) -> None:
+    sweeping = asyncio.create_task(sweep(server.server_state.connections))
+    state.is_ending = lambda: server.should_exit  # type: ignore[attr-defined]
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        sweeping.cancel()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)

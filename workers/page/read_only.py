@@ -1,0 +1,133 @@
+"""The store as the page reads it: read-only connections, short statements, no wait for a writer, nothing upgraded."""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from urllib.parse import quote
+
+from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store.driver_reader import DriverTransaction, newest_revision
+from agentrl.workflow.store.reads.user_sql import sqlite_file
+
+if TYPE_CHECKING:
+    from agentrl.workflow.store.connect import Database
+
+T = TypeVar("T")
+STATEMENT_SECONDS = 5.0
+"""The longest that a query of the page may take."""
+LOCK_SECONDS = 1.0
+"""How long it waits while a writer has SQLite's lock."""
+STEPS_BETWEEN = 10_000
+"""Instructions of SQLite between two looks at the clock."""
+
+
+_PASSING = ("locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed")
+"""What SQLite says of a store that another moment may find readable."""
+
+
+class Busy(ServiceError):
+    """The store cannot be read just now; a little later it can."""
+
+
+class ReadOnlyStore:
+    """A store that is only read. Each query has a connection of its own: a page that is left open holds nothing."""
+
+    def __init__(self, where: Settings) -> None:
+        """Takes the settings that name its database."""
+        self.settings = where
+        self._file = sqlite_file(where)
+        self._revision = ""
+
+    def ask(self, query: Callable[[Any], T]) -> T:
+        """Runs `query` in one read transaction.
+
+        Raises:
+            Busy: it is locked or away, or the query took longer than STATEMENT_SECONDS.
+            NotFoundError: there is no such file.
+            ServiceError: the database is not at this code's revision.
+        """
+        with self._sqlite(self._file) if self._file is not None else self._postgres() as tx:
+            if not self._revision:
+                self._check_revision(tx)
+            return query(tx)
+
+    def full_database(self) -> "Database":
+        """Never needed: every query of the page is plain SQL."""
+        raise NotImplementedError
+
+    def _check_revision(self, tx: DriverTransaction) -> None:
+        """Remembers that the revision is this code's.
+
+        Raises:
+            ServiceError: it is another.
+        """
+        exists = (
+            "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"
+            if tx.is_sqlite
+            else "SELECT 1 AS name WHERE to_regclass('alembic_version') IS NOT NULL"
+        )
+        rows = tx.rows("SELECT version_num FROM alembic_version", {}) if tx.rows(exists, {}) else []
+        found = str(rows[0]["version_num"]) if rows else ""
+        known = newest_revision()
+        if found > known:
+            raise ServiceError(f"A newer agentrl made this store (revision {found}; known here: {known}).", "Use that one.")
+        if found < known:
+            said = (
+                f"The store is of revision {found}; this agentrl reads {known}."
+                if found
+                else "There is no store in this database."
+            )
+            raise ServiceError(said, "Type: agentrl db upgrade" if found else "Make one: agentrl submit --dataset gsm8k")
+        self._revision = found
+
+    @contextmanager
+    def _sqlite(self, file: Path) -> Iterator[DriverTransaction]:
+        if not (file.is_file() and file.stat().st_size):
+            raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
+        try:
+            made = sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=LOCK_SECONDS, isolation_level=None)
+            with closing(made) as connection:
+                connection.execute("PRAGMA query_only=ON")
+                late = time.monotonic() + STATEMENT_SECONDS
+                connection.set_progress_handler(lambda: time.monotonic() > late, STEPS_BETWEEN)
+                connection.execute("BEGIN")
+                yield DriverTransaction(connection, is_sqlite=True)
+        except sqlite3.Error as error:
+            _translate(error, any(word in str(error) for word in _PASSING))
+
+    @contextmanager
+    def _postgres(self) -> Iterator[DriverTransaction]:
+        import psycopg
+
+        from agentrl.workflow.store.connect import PLANNER_SETTINGS, database_url
+
+        url = database_url(self.settings.database)
+        parts = {**url.translate_connect_args(username="user", database="dbname"), **url.query}
+        chosen = {
+            "statement_timeout": int(STATEMENT_SECONDS * 1000),
+            "lock_timeout": int(LOCK_SECONDS * 1000),
+            **PLANNER_SETTINGS,
+        }
+        options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
+        try:
+            with psycopg.connect(**parts, connect_timeout=5, client_encoding="utf8", options=options) as connection:
+                connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
+                yield DriverTransaction(connection, is_sqlite=False)
+        except psycopg.errors.InsufficientPrivilege as error:
+            reason = " ".join(str(error).split())[:200]
+            raise AccessDenied(f"This login may not read the store: {reason}.", "Take one that may SELECT from it.") from error
+        except psycopg.Error as error:
+            code = error.sqlstate or ""
+            _translate(error, not code or code.startswith(("08", "53", "55", "57")))  # away, full, locked, stopped or too slow
+
+
+def _translate(error: Exception, passing: bool) -> NoReturn:
+    """Says that the store is busy where that is what the error means; else it is a mistake of ours, and stays what it is."""
+    if not passing:
+        raise error
+    reason = " ".join(str(error).split())[:200]
+    raise Busy(f"The store cannot be read just now: {reason}.", "The page asks again by itself.") from error

@@ -1,0 +1,166 @@
+"""What was said of a run's episodes, the texts that it works with, and what a search asked its critic."""
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
+from agentrl.workers.page.shown.within import Within, look_at_run
+from agentrl.workflow.stats.paired_test import compare_paired
+from agentrl.workflow.store.reads import annotation_rows, prompt_rows, resource_rows, run_rows
+from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
+from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
+
+router = APIRouter(prefix="/api", tags=["annotations and prompts"])
+
+Size = Annotated[int, Query(ge=1, le=1000)]
+FewSize = Annotated[int, Query(ge=1, le=100)]
+"""The most rows of a page of long texts."""
+GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value", "method", "tasks", "won", "lost", "tied")
+
+
+class Annotation(BaseModel):
+    """What an agent, a tool or a hook said of an episode; `cut`: the characters of values that were too long."""
+
+    id: int
+    run: str
+    iteration: int
+    episode_id: int
+    attempt: int
+    step: int | None
+    source: str
+    kind: str
+    name: str
+    data: Any
+    seconds: float | None
+    created_at: datetime
+    cut: dict[str, int] | None = None
+
+
+class AnnotationsPage(BaseModel):
+    """Annotations."""
+
+    rows: list[Annotation]
+    next: str
+
+
+class Gain(BaseModel):
+    """What a search gained on tasks that no choice has read: `first` with the texts it began with, `second` with the chosen."""
+
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    interval_by: str
+    p_value: float | None
+    method: str
+    tasks: int
+    won: int
+    lost: int
+    tied: int
+
+
+class Prompt(BaseModel):
+    """A version of a text; what it earned is null where it has too many groups to read."""
+
+    id: int
+    run: str
+    name: str
+    version: int
+    parent_version: int | None
+    note: str
+    chosen: bool
+    text: str
+    groups: int | None
+    episodes_done: int | None
+    mean_reward: float | None
+    choose_reward: float | None
+    created_at: datetime
+    cut: dict[str, int] | None = None
+
+
+class PromptsPage(BaseModel):
+    """Versions of texts; `held_out` is null where nothing was measured, `left_out` counts those of too many groups to read."""
+
+    rows: list[Prompt]
+    next: str
+    left_out: int
+    held_out: Gain | None
+
+
+class CriticCall(BaseModel):
+    """What a search asked its critic, and was answered."""
+
+    id: int
+    run: str
+    model: str
+    messages: Any
+    answer: str
+    seconds: float
+    created_at: datetime
+    cut: dict[str, int] | None = None
+
+
+class CriticCallsPage(BaseModel):
+    """Critic calls."""
+
+    rows: list[CriticCall]
+    next: str
+
+
+@router.get("/runs/{run}/annotations", response_model=AnnotationsPage)
+def list_annotations(
+    store: Store,
+    run: int,
+    kind: str | None = None,
+    name: str | None = None,
+    source: str | None = None,
+    sort: str = "",
+    size: Size = 100,
+    cursor: str = "",
+) -> Response:
+    """What agents, tools and hooks said of the run's episodes, in the order in which it was written."""
+
+    def page(db: Within, run_name: str) -> Any:
+        chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
+        return annotation_rows.list_annotations(db, chosen, Paging(size=size, cursor=cursor, sort=sort))
+
+    found = look_at_run(store, run, page)
+    return answer({"rows": cut_rows(found.rows), "next": found.next})
+
+
+@router.get("/runs/{run}/prompts", response_model=PromptsPage)
+def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
+    """The versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
+
+    def page(db: Within, name: str) -> dict[str, Any]:
+        found = prompt_rows.list_prompts(db, name, size, cursor)
+        searched = run_rows.run_by_id(db.tx, run).kind == "search"
+        gain = _find_gain(db, name) if searched and not cursor else None
+        rows = cut_rows(found.rows, SHOWN_CHARS)
+        return {"rows": rows, "next": found.next, "left_out": found.left_out, "held_out": gain}
+
+    return answer(look_at_run(store, run, page))
+
+
+def _find_gain(db: Within, run: str) -> dict[str, Any] | None:
+    measured = resource_rows.find_held_out(db, run)
+    found = compare_paired(measured.seed, measured.chosen)
+    return {name: getattr(found, name) for name in GAIN} if found.tasks else None
+
+
+@router.get("/runs/{run}/critic-calls", response_model=CriticCallsPage)
+def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20, cursor: str = "") -> Response:
+    """What the run's search asked its critic, in order."""
+
+    def page(db: Within, name: str) -> Any:
+        return resource_rows.list_critic_calls(db, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))
+
+    found = look_at_run(store, run, page)
+    return answer({"rows": cut_rows(found.rows, SHOWN_CHARS), "next": found.next})

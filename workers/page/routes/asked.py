@@ -1,0 +1,16 @@
+"""What every route is given."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from agentrl.workers.page.read_only import ReadOnlyStore
+
+
+def _store(request: Request) -> ReadOnlyStore:
+    found: ReadOnlyStore = request.app.state.store
+    return found
+
+
+Store = Annotated[ReadOnlyStore, Depends(_store)]
+"""The store that the page shows."""

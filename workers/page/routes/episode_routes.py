@@ -1,0 +1,67 @@
+"""One episode: all that is known of it, its long texts, its tokens."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes.episode_answers import TextPart, Tokens, WholeEpisode
+from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
+from agentrl.workers.page.shown.token_texts import find_texts
+from agentrl.workers.page.shown.whole_episode import load_episode_answer
+from agentrl.workers.page.shown.within import Within, look
+from agentrl.workflow.store.reads.episode_texts import MOST_PATH, load_text
+
+router = APIRouter(prefix="/api", tags=["episodes"])
+
+MOST_TOKENS = 8192
+MOST_TURNS = 500
+MOST_TEXT = 200_000
+"""The most tokens, turns, and characters of a text in an answer."""
+Start = Annotated[int, Query(ge=0, le=2**53)]
+
+
+@router.get("/episodes/{episode}", response_model=WholeEpisode)
+def read_episode(
+    store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MOST_TURNS)] = 200
+) -> Response:
+    """One episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
+    return answer(look(store, lambda db: load_episode_answer(db.tx, episode, turn, size)))
+
+
+@router.get("/episodes/{episode}/text", response_model=TextPart)
+def read_text(
+    store: Store,
+    episode: int,
+    of: Annotated[str, Query(max_length=MOST_PATH)],
+    start: Start = 0,
+    size: Annotated[int, Query(ge=1, le=MOST_TEXT)] = MOST_TEXT,
+) -> Response:
+    """A part of one text of the episode, by the path that the episode's answer tells of a cut one."""
+    text = look(store, lambda db: load_text(db.tx, episode, of))
+    end = start + size
+    told = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
+    return answer({**told, "next": end if end < len(text) else None})
+
+
+@router.get("/episodes/{episode}/tokens", response_model=Tokens)
+def read_tokens(
+    store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 4096
+) -> Response:
+    """Tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
+
+    def read(db: Within) -> tuple[EpisodeTokens, dict[str, Any]]:
+        found = EpisodeTokens(db.tx, episode)
+        return found, found.read(start, size)
+
+    tokens, told = look(store, read)
+    found = find_texts(store.settings, tokens.run["base"])
+    if not found.sure:
+        found = look(store, lambda db: check_namesake(db.tx, tokens.shape, found))
+    texts, why = tokens.texts(found, told)
+    return answer({**{name: told[name] for name in TOKEN_PARTS}, "texts": texts, "why_no_texts": why})
+
+
+TOKEN_PARTS = ("total", "start", "ids", "logprobs", "segments", "advantages", "metrics")
+"""What is told of tokens beside their texts."""

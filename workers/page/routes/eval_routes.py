@@ -1,0 +1,156 @@
+"""Evaluations: the list of them, and two compared task by task."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, Field
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.shown.cutting import cut_rows
+from agentrl.workers.page.shown.within import Within, look
+from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Sides, counted_rewards, list_remarks, load_sides
+from agentrl.workflow.errors import StateError
+from agentrl.workflow.stats.paired_test import PairedComparison
+from agentrl.workflow.store.reads import eval_results, eval_tasks, run_rows
+from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
+from agentrl.workflow.store.reads.paging import Page, Paging
+
+router = APIRouter(prefix="/api", tags=["evals"])
+
+MOST_TASKS = 1000
+"""The most tasks of a comparison that are listed: those that differ most."""
+
+
+class Side(BaseModel):
+    """One of two evaluations; `mean` and `right` are over the tasks that are compared."""
+
+    id: int
+    run: str
+    measures: str | None
+    dataset: str
+    split: str
+    mean: float | None
+    right: float | None
+    episodes: int
+    errors: int
+    tasks: int
+    rewards: dict[str, Any]
+    created_at: datetime
+
+
+class Measures(BaseModel):
+    """The difference B - A with its 95% interval, and the p-value of a paired sign-flip test."""
+
+    difference: float | None
+    low: float | None
+    high: float | None
+    interval_by: str
+    p_value: float | None
+    method: str
+    won: int
+    lost: int
+    tied: int
+
+
+class ComparedTask(BaseModel):
+    """A task's mean reward on both sides, and its first episode on each."""
+
+    task_id: int
+    task: str
+    a: float | None
+    b: float | None
+    difference: float | None
+    a_episode: int | None
+    b_episode: int | None
+
+
+class Comparison(BaseModel):
+    """Two evaluations; `measures` is null where their rewards differ, `right` where nothing common says what is right."""
+
+    a: Side
+    b: Side
+    measures: Measures | None
+    right: Measures | None
+    tasks: list[ComparedTask] = Field(description="Largest difference first")
+    left_out: int
+    remarks: list[str]
+
+
+@router.get("/evals", response_model=Page[EvalRow])
+def list_evals(
+    store: Store,
+    measures: str | None = None,
+    dataset: str | None = None,
+    split: str | None = None,
+    status: str | None = None,
+    sort: str = "",
+    size: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: str = "",
+) -> Response:
+    """Evaluations by the version that was measured; `measures` is a run's name or number: only those of its policies."""
+    chosen = EvalFilter(measures or None, dataset, split, status)
+    found = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
+    return answer({"rows": cut_rows(found.rows), "next": found.next})
+
+
+@router.get("/compare", response_model=Comparison)
+def compare(store: Store, a: int, b: int) -> Response:
+    """Two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
+
+    def both(db: Within) -> tuple[Sides, list[Mapping[str, Any]]]:
+        sides = load_sides(db, _find_eval(db, a), _find_eval(db, b))
+        return sides, eval_tasks.list_first_episodes(db, a, b)
+
+    return answer(_document(*look(store, both)))
+
+
+def _find_eval(db: Within, run: int) -> Mapping[str, Any]:
+    name = run_rows.run_name(db.tx, run)
+    found = eval_results.find_evals(db, name)
+    if not found:
+        raise StateError(f"{name!r} is no evaluation.", "Choose two of those that /api/evals lists.")
+    return found[0]
+
+
+def _document(sides: Sides, episodes: list[Mapping[str, Any]]) -> dict[str, Any]:
+    rewards, rights = sides.compare_means(), sides.compare_rights()
+    comparable = bool(rights.tasks) and sides.same_rule
+    tasks = sorted(
+        (_compared(sides, row) for row in episodes), key=lambda row: (-abs(row["difference"] or 0.0), row["task_id"])
+    )
+    return {
+        "a": _side(sides, 0, rewards.first, rights.first),
+        "b": _side(sides, 1, rewards.second, rights.second),
+        "measures": None if sides.rewards == OTHER_REWARDS else _measures(rewards),
+        "right": _measures(rights) if comparable else None,
+        "tasks": tasks[:MOST_TASKS],
+        "left_out": len(tasks[MOST_TASKS:]),
+        "remarks": [*_remarks_on_tasks(sides, rewards.tasks), *list_remarks(sides.one, sides.other, comparable)],
+    }
+
+
+def _side(sides: Sides, place: int, mean: float, right: float) -> dict[str, Any]:
+    row = (sides.one, sides.other)[place]
+    told = {name: row[name] for name in ("id", "run", "measures", "dataset", "split", "episodes", "errors", "created_at")}
+    return {**told, "mean": mean, "right": right, "tasks": len(sides.means[place]), "rewards": counted_rewards(row)}
+
+
+def _measures(found: PairedComparison) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in MEASURES}
+
+
+def _compared(sides: Sides, row: Mapping[str, Any]) -> dict[str, Any]:
+    a, b = (means.get(row["task_id"]) for means in sides.means)
+    return {**row, "a": a, "b": b, "difference": None if a is None or b is None else b - a}
+
+
+def _remarks_on_tasks(sides: Sides, compared: int) -> list[str]:
+    one, other = (means.keys() for means in sides.means)
+    if one == other:
+        left = len(one) - compared
+        return [f"{left} tasks without a done episode on one side are left out."] if left else []
+    said = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are the same: only those are compared."
+    return [said]

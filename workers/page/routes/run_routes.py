@@ -1,0 +1,169 @@
+"""Runs: the list of them, one of them with its config, curves, events, ledger and lanes, its iterations and episodes."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes.run_answers import (
+    ConfigRows,
+    CurvesAnswer,
+    EpisodesPage,
+    EventsPage,
+    IterationAnswer,
+    LanesAnswer,
+    LedgerPage,
+    RunsPage,
+    WholeRun,
+)
+from agentrl.workers.page.shown.config_rows import compare_configs
+from agentrl.workers.page.shown.cutting import cut_rows, cut_texts
+from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run
+from agentrl.workers.page.shown.within import Within, look, look_at_run
+from agentrl.workflow.store.reads import (
+    curves,
+    episode_rows,
+    event_rows,
+    iteration_details,
+    lanes,
+    ledger,
+    run_details,
+    run_rows,
+)
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
+from agentrl.workflow.store.reads.event_rows import EventFilter
+from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.store.reads.run_rows import RunFilter
+
+router = APIRouter(prefix="/api", tags=["runs"])
+
+Size = Annotated[int, Query(ge=1, le=1000)]
+"""The most rows of a page."""
+LEDGER_ITERATIONS = 50
+"""The most iterations of a window of the ledger."""
+
+
+@router.get("/runs", response_model=RunsPage)
+def list_runs(
+    store: Store,
+    text: str | None = None,
+    status: str | None = None,
+    kind: str | None = None,
+    dataset: str | None = None,
+    model: str | None = None,
+    algorithm: str | None = None,
+    tag: str | None = None,
+    sort: str = "",
+    size: Size = 50,
+    cursor: str = "",
+) -> Response:
+    """Runs, the newest first unless another order is asked for, without those that measure another one's policies."""
+    chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
+    return answer(look(store, lambda db: _runs(db, chosen, Paging(size=size, cursor=cursor, sort=sort))))
+
+
+def _runs(db: Within, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
+    found = run_rows.list_runs(db, chosen, paging)
+    return {"rows": list_shown_runs(db, found.rows), "next": found.next}
+
+
+@router.get("/runs/{run}", response_model=WholeRun)
+def read_run(store: Store, run: int) -> Response:
+    """One run: its row, config, manifest, progress, relatives, and what kinds of rows it has."""
+    return answer(look(store, lambda db: load_run(db, run)))
+
+
+@router.get("/runs/{run}/config", response_model=ConfigRows)
+def read_config(store: Store, run: int, other: int | None = None) -> Response:
+    """Every value of the run's config, beside another run's where one is named."""
+
+    def both(db: Within) -> Any:
+        mine = run_details.find_config(db, run)
+        return mine, None if other is None else run_details.find_config(db, other)
+
+    return answer({"rows": compare_configs(*look(store, both))})
+
+
+@router.get("/runs/{run}/curves", response_model=CurvesAnswer)
+def read_curves(store: Store, run: int, after: int = 0) -> Response:
+    """The run's curves from the iteration after `after` on, at most 1,000 iterations, and its evaluations."""
+    found = look_at_run(store, run, lambda db, name: curves.load_curves(db, name, after))
+    told = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": found.rows, "evals": found.evals}
+    return answer({**told, "cursor": found.cursor, "more": found.more})
+
+
+@router.get("/runs/{run}/events", response_model=EventsPage)
+def list_events(
+    store: Store, run: int, kind: str | None = None, sort: str = "", size: Size = 200, cursor: str = ""
+) -> Response:
+    """The run's events, oldest first; `sort=id`: newest first."""
+    paging = Paging(size=size, cursor=cursor, sort=sort)
+    return _page(look_at_run(store, run, lambda db, name: event_rows.list_events(db, EventFilter(name, kind), paging)))
+
+
+@router.get("/runs/{run}/ledger", response_model=LedgerPage)
+def read_ledger(
+    store: Store, run: int, after: int = 0, size: Annotated[int, Query(ge=1, le=LEDGER_ITERATIONS)] = LEDGER_ITERATIONS
+) -> Response:
+    """What became of the planned episodes of some iterations: how many there were of each fate."""
+
+    def window(db: Within, name: str) -> Any:
+        return ledger.count_fates_after(db, name, max(0, after), size)
+
+    rows = look_at_run(store, run, window)
+    return answer({"rows": rows, "next": rows[-1]["iteration"] if rows else ""})
+
+
+@router.get("/runs/{run}/lanes", response_model=LanesAnswer)
+def read_lanes(
+    store: Store,
+    run: int,
+    first: Annotated[int | None, Query(alias="from")] = None,
+    last: Annotated[int | None, Query(alias="to")] = None,
+) -> Response:
+    """What each worker of each queue did in some iterations, the newest five unless others are named."""
+    found = look_at_run(store, run, lambda db, name: lanes.load_lanes(db, name, first, last))
+    told = {"lanes": found.lanes, "spans": found.spans, "left_out": found.left_out}
+    return answer({**told, "from": found.first, "to": found.last})
+
+
+@router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
+def read_iteration(store: Store, run: int, number: int) -> Response:
+    """One iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
+    found = look_at_run(store, run, lambda db, name: iteration_details.load_iteration(db, name, number))
+    told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
+    return answer({**told, "left_out": found.left_out})
+
+
+@router.get("/runs/{run}/episodes", response_model=EpisodesPage)
+def list_episodes(
+    store: Store,
+    run: int,
+    iteration: int | None = None,
+    group: int | None = None,
+    status: str | None = None,
+    stop_reason: str | None = None,
+    task: str | None = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+    tool_errors: int | None = None,
+    text: str | None = None,
+    sort: str = "",
+    size: Size = 50,
+    cursor: str = "",
+) -> Response:
+    """The run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
+    paging = Paging(size=size, cursor=cursor, sort=sort)
+
+    def page(db: Within, name: str) -> Page[episode_rows.EpisodeRow]:
+        chosen = EpisodeFilter(
+            *(name, iteration, None, group, status, stop_reason, task, min_reward, max_reward, tool_errors, text)
+        )
+        return episode_rows.list_episodes(db, chosen, paging)
+
+    return _page(look_at_run(store, run, page))
+
+
+def _page(found: Page[Any]) -> Response:
+    return answer({"rows": cut_rows(found.rows), "next": found.next})

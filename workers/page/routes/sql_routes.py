@@ -1,0 +1,115 @@
+"""The guarded console: one SELECT of a person's own."""
+
+import json
+import time
+from decimal import Decimal
+from threading import BoundedSemaphore
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.read_only import Busy, ReadOnlyStore
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.shown.cutting import SHOWN_CHARS
+from agentrl.workers.page.shown.shown_texts import LEAST_CHARS
+from agentrl.workflow.errors import AccessDenied, ConfigError
+from agentrl.workflow.store.reads.user_sql import run_query
+
+router = APIRouter(prefix="/api", tags=["sql"])
+
+MOST_ROWS = 1000
+SECONDS = 5.0
+MOST_BODY = 100_000
+"""Rows of an answer, seconds of a query, bytes of a request."""
+ANSWER_CHARS = 4_000_000
+"""About the most characters of an answer."""
+AT_ONCE = 2
+"""Queries that run at the same time: a run's own statements come before them."""
+_running = BoundedSemaphore(AT_ONCE)
+
+
+class Query(BaseModel):
+    """One SELECT."""
+
+    query: str
+
+
+class Result(BaseModel):
+    """Its rows. `cut`: there are more; `cells_cut`: how many values are shorter here than they are."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    seconds: float
+    cut: bool
+    cells_cut: int
+
+
+@router.post(
+    "/sql",
+    response_model=Result,
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": Query.model_json_schema()}}}},
+)
+async def run_sql(store: Store, request: Request) -> Response:
+    """What one SELECT over the tables and views gives: at most 1,000 rows, in at most 5 seconds."""
+    query = _parse(await _read_body(request))
+    return await run_in_threadpool(lambda: answer(_run(store, query)))
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY:
+            raise AccessDenied(f"The request has more than {MOST_BODY} bytes.", "Ask for less at a time.")
+    return bytes(body)
+
+
+def _parse(body: bytes) -> str:
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        asked = None
+    if not isinstance(asked, dict) or not isinstance(asked.get("query"), str):
+        raise ConfigError('The request is no {"query": "SELECT ..."}.', "Send one SELECT as JSON.")
+    found: str = asked["query"]
+    return found
+
+
+def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
+    if not _running.acquire(timeout=SECONDS):
+        raise Busy("Other queries are still running.", "Ask again when they are done.")
+    try:
+        started = time.perf_counter()
+        columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS)
+        seconds = time.perf_counter() - started
+    finally:
+        _running.release()
+    shown, cut = _show(rows[:MOST_ROWS])
+    return {"columns": columns, "rows": shown, "seconds": seconds, "cut": len(rows) > MOST_ROWS, "cells_cut": cut}
+
+
+def _show(rows: list[tuple[Any, ...]]) -> tuple[list[list[Any]], int]:
+    """The rows as JSON has them, long values cut; and how many were cut."""
+    left, cut = ANSWER_CHARS, 0
+    found = []
+    for row in rows:
+        shown = []
+        for value in row:
+            plain = _plain(value)
+            if isinstance(plain, str):
+                most = max(LEAST_CHARS, min(SHOWN_CHARS, left))
+                cut += len(plain) > most
+                plain = plain[:most]
+                left -= len(plain)
+            shown.append(plain)
+        found.append(shown)
+    return found, cut
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return float(value)
+    return f"({len(value)} bytes)" if isinstance(value, bytes) else value

@@ -1,0 +1,100 @@
+"""The tasks of a run: all of them over its iterations, and one with its groups."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel
+
+from agentrl.workers.page.answers import answer
+from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.shown.cutting import LISTED_CHARS, cut_rows, cut_value
+from agentrl.workers.page.shown.within import look_at_run
+from agentrl.workflow.store.reads import task_rows
+
+router = APIRouter(prefix="/api", tags=["tasks"])
+
+
+class Extreme(BaseModel):
+    """An episode and its reward."""
+
+    episode: int
+    reward: float
+
+
+class ListedTask(BaseModel):
+    """A task over the iterations; `points` are [iteration, mean reward of a group]."""
+
+    task_id: int
+    task: str
+    reference: str
+    role: str | None
+    groups: int
+    mean_reward: float | None
+    last_reward: float | None
+    first_solved: int | None
+    never_solved: bool
+    best: Extreme | None
+    worst: Extreme | None
+    points: list[tuple[int, float]]
+
+
+class TasksAnswer(BaseModel):
+    """Tasks. `left_out`: groups of theirs whose episodes were too many to read, the newest ones."""
+
+    rows: list[ListedTask]
+    next: str
+    solved_means: str
+    left_out: int
+
+
+class TaskAnswer(BaseModel):
+    """One task with its groups, oldest first. `left_out`: groups that were too many; `cut`: characters of long values."""
+
+    task_id: int
+    task: str
+    role: str | None
+    messages: Any
+    reference: str
+    metadata: Any
+    first_solved: int | None
+    never_solved: bool
+    solved_means: str
+    best: Extreme | None
+    worst: Extreme | None
+    points: list[tuple[int, float]]
+    groups: list[dict[str, Any]]
+    left_out: int
+
+
+@router.get("/runs/{run}/tasks", response_model=TasksAnswer)
+def list_tasks(
+    store: Store,
+    run: int,
+    text: str = "",
+    sort: str = "",
+    size: Annotated[int, Query(ge=1, le=1000)] = 25,
+    cursor: str = "",
+) -> Response:
+    """The tasks that the run has groups of, at most 40, by their first group unless another order is asked for."""
+    found = look_at_run(store, run, lambda db, name: task_rows.list_tasks(db, name, text, sort, size, cursor))
+    told = {"rows": cut_rows(found.rows, LISTED_CHARS), "next": found.next}
+    return answer({**told, "solved_means": found.solved_means, "left_out": found.left_out})
+
+
+@router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)
+def read_task(store: Store, run: int, task: int) -> Response:
+    """One task: what is asked, and all groups of it with their episodes' rewards."""
+    found = look_at_run(store, run, lambda db, name: task_rows.load_task(db, name, task))
+    cut = {}
+    for name in ("task", "reference", "metadata"):
+        found[name], cut[name] = cut_value(found[name])
+    messages = [_cut_message(message) for message in found["messages"]]
+    return answer({**found, "messages": messages, "cut": {name: size for name, size in cut.items() if size is not None}})
+
+
+def _cut_message(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return cut_value(message)[0]
+    cut = {name: cut_value(value) for name, value in message.items()}
+    lost = {name: size for name, (_, size) in cut.items() if size is not None}
+    return {**{name: value for name, (value, _) in cut.items()}, **({"cut": lost} if lost else {})}

@@ -1,0 +1,181 @@
+"""Why an episode, and each of its tokens, has the advantage that it has, as far as rows tell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.workflow.algorithms import ROUNDING
+from agentrl.workflow.analysis.credit_reasons import (
+    BY_EPISODE,
+    Credit,
+    Scored,
+    credit_by_returns,
+    explain_credit,
+)
+from agentrl.workflow.store.reads.credit_rows import (
+    Member,
+    load_algorithm,
+    load_earned,
+    load_group_members,
+    load_shapes,
+    load_update_members,
+)
+from agentrl.workflow.store.reads.episode_relations import load_readers, load_run_of
+from agentrl.workflow.trajectory import WHOLE, Episode
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who credited an episode: its run, and the update of it that read it; without one, the episode's own run."""
+
+    run: Row
+    update: Row | None
+
+    @property
+    def recorded(self) -> float | None:
+        """The recorded advantage."""
+        return None if self.update is None else self.update["advantage"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCredit:
+    """The advantages of an episode's tokens.
+
+    Args:
+        source: stored, computed or missing; `how`, in a sentence.
+        of_all: that of all tokens that train; None where they differ or none is known.
+        of_steps: step -> the advantage of each of its tokens, where tokens differ.
+    """
+
+    source: str
+    how: str
+    of_all: float | None = None
+    of_steps: Mapping[int, Sequence[float]] | None = None
+
+
+def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[Reader, list[Row]]:
+    """Who credited the episode, its own run before others; and all updates that read it."""
+    found = load_readers(tx, episode)
+    if not found:
+        return Reader(run or load_run_of(tx, run_id), None), []
+    first = found[0]
+    same = run is not None and run["id"] == first["run_id"]
+    return Reader(run if same and run is not None else load_run_of(tx, first["run_id"]), first), found
+
+
+def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
+    """Episode of a group -> why it has its advantage; `recorded` are the advantages of those that the reader's update read."""
+    name, options = load_algorithm(reader.run["config"])
+    group = [_scored(member) for member in members if member.trainable]
+    update = _Update(tx, reader)
+    return {
+        member.row["id"]: explain_credit(
+            Credit(
+                algorithm=name,
+                options=options,
+                recorded=recorded.get(member.row["id"]),
+                own=_scored(member) if member.trainable else None,
+                group=group,
+                update=update.scored,
+            )
+        )
+        for member in members
+    }
+
+
+def explain_episode(tx: Any, reader: Reader, episode: int, group: int) -> dict[str, Any]:
+    """Why the episode has its advantage, and whose it is (`run`, `run_id`)."""
+    members = load_group_members(tx, group, reader.run["reward_set"])
+    recorded = {} if reader.recorded is None else {episode: reader.recorded}
+    own = [member for member in members if member.row["id"] == episode]
+    name, options = load_algorithm(reader.run["config"])
+    found = explain_credit(
+        Credit(
+            algorithm=name,
+            options=options,
+            recorded=recorded.get(episode),
+            own=_scored(own[0]) if own and own[0].trainable else None,
+            group=[_scored(member) for member in members if member.trainable],
+            update=_Update(tx, reader).scored,
+        )
+    )
+    return {**found, "run": reader.run["name"], "run_id": reader.run["id"]}
+
+
+def _scored(member: Member) -> Scored:
+    return Scored(member.row["id"], member.row["group_id"], member.reward or 0.0, member.tokens)
+
+
+class _Update:
+    """The episodes that an update read, looked for once."""
+
+    def __init__(self, tx: Any, reader: Reader) -> None:
+        self._tx, self._reader = tx, reader
+        self._found: list[Member] | None = None
+
+    def members(self) -> list[Member]:
+        if self._found is None:
+            run, update = self._reader.run, self._reader.update
+            self._found = (
+                [] if update is None else load_update_members(self._tx, update["iteration_id"], run["id"], run["reward_set"])
+            )
+        return self._found
+
+    def scored(self) -> list[Scored]:
+        return [_scored(member) for member in self.members() if member.trainable]
+
+
+def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
+    """The advantages of the episode's tokens."""
+    name, options = load_algorithm(reader.run["config"])
+    if reader.recorded is None:
+        return TokenCredit("missing", "No update has read this episode.")
+    if name in BY_EPISODE and not _from_a_model(options):
+        return TokenCredit("stored", f"{name} credits all tokens of an episode alike, as the update recorded.", reader.recorded)
+    if name in ("reinforce", "reinforce_plus_plus") and not _from_a_model(options):
+        discount = options.get("discount")
+        return _credit_by_returns(tx, reader, episode, name, 1.0 if discount is None else float(discount))
+    why = (
+        "depends on a critic's values"
+        if name in ("ppo", "turn_ppo")
+        else "depends on a KL to the reference"
+        if _from_a_model(options)
+        else "is computed by the run's own code"
+    )
+    mean = f"{reader.recorded:.6g}"
+    return TokenCredit("missing", f"A token's advantage {why}, which is not stored; the mean over the episode is {mean}.")
+
+
+def _from_a_model(options: Mapping[str, Any]) -> bool:
+    return options.get("kl_in") == "reward" and bool(options.get("kl_coef"))
+
+
+def _credit_by_returns(tx: Any, reader: Reader, episode: int, name: str, discount: float) -> TokenCredit:
+    members = _Update(tx, reader).members()
+    if name == "reinforce":
+        members = [member for member in members if member.row["id"] == episode]
+    shapes = load_shapes(tx, members)
+    if shapes is None:
+        said = "Tokens are whitened over the whole update, which has too many turns to add up here"
+        return TokenCredit("missing", f"{said}; the mean over the episode is {reader.recorded:.6g}.")
+    earned = load_earned(tx, [member.row for member in members], reader.run["reward_set"])
+    episodes = [_with_rewards(shapes[each.row["id"]], each, earned) for each in members if each.reward is not None]
+    own = credit_by_returns(episodes, episode, discount, whitened=name == "reinforce_plus_plus")
+    count = sum(map(len, own.values()))
+    mean = sum(map(sum, own.values())) / count if count else 0.0
+    recorded = reader.recorded or 0.0
+    if not count or abs(mean - recorded) > 100 * ROUNDING * max(1.0, abs(mean)):
+        if not recorded:
+            return TokenCredit("stored", "The update recorded 0 for the episode.", 0.0)
+        said = f"What the rows lead to ({mean:.6g}) is not what the update recorded ({recorded:.6g})"
+        return TokenCredit("missing", f"{said}: its rewards were others then.")
+    how = "Returns to go, computed from rewards and lengths; their mean over the episode is what the update recorded."
+    return TokenCredit("computed", how, of_steps=own)
+
+
+def _with_rewards(shape: Episode, member: Member, earned: Mapping[int, Mapping[int, float]]) -> Episode:
+    of_steps = {step: value for step, value in earned.get(member.row["id"], {}).items() if step != WHOLE}
+    steps = tuple(replace(step, reward=of_steps.get(step.index, 0.0)) for step in shape.steps)
+    return replace(shape, steps=steps, reward=member.reward)

@@ -1,0 +1,204 @@
+"""Some tokens of an episode: exact ids, texts, logprobs, and what each stretch of them is."""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens, find_reader
+from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
+from agentrl.workflow.analysis.token_strip import ELSEWHERE, Piece, list_pieces, place_chains
+from agentrl.workflow.chains import reasons_not_to_train
+from agentrl.workflow.store.reads.episode_relations import load_run_of
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
+from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, StepTokens, load_tokens
+from agentrl.workflow.store.reads.turn_rows import load_steps
+
+AROUND = 4
+"""As many tokens beside a stretch may hold the rest of a letter: none has more bytes."""
+MOST_COMPARED = 200
+"""As many sampled tokens, and characters, are compared where it is not sure whose a tokenizer is."""
+NOT_STORED = {
+    "ratio": "The trained policy's probability over the sampler's is not stored by token; a whole update's: agentrl whatif.",
+    "entropy": "The entropy at each token is not stored; an iteration's numbers have its mean.",
+    "kl": "The KL at each token is not stored; an iteration's numbers have its mean.",
+}
+
+
+class EpisodeTokens:
+    """The tokens of an episode, read a stretch at a time."""
+
+    def __init__(self, tx: Any, episode: int) -> None:
+        """Takes an open read transaction.
+
+        Raises:
+            NotFoundError: there is no such episode.
+        """
+        self.shape: EpisodeShape = episode_shape(tx, episode)
+        self.run = load_run_of(tx, self.shape.run_id)
+        self._tx = tx
+        self._chains = place_chains(self.shape.value)
+
+    @property
+    def total(self) -> int:
+        """How many tokens its line has."""
+        return self._chains[-1].end if self._chains else 0
+
+    def read(self, start: int, size: int) -> dict[str, Any]:
+        """The tokens from `start` on, at most `size`; texts are left out here."""
+        end = min(start + size, self.total)
+        pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
+        kept = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
+        stored = {step: kept.get(self.shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
+        reader, _ = find_reader(self._tx, self.shape.id, self.shape.run_id, self.run)
+        credit = credit_tokens(self._tx, reader, self.shape.id)
+        ids, logprobs = _lay_out(pieces, stored, start, end)
+        return {
+            "total": self.total,
+            "start": start,
+            "ids": ids,
+            "logprobs": logprobs,
+            "segments": _segments(self.shape, pieces, credit, start, end),
+            "advantages": _advantages(self.shape, pieces, credit, start, end),
+            "metrics": _metrics(self.shape.id, logprobs, credit),
+            "pieces": pieces,
+            "stored": stored,
+        }
+
+    def texts(self, found: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
+        """The texts of what was read, or why there are none."""
+        start, end = read["start"], read["start"] + len(read["ids"])
+        if found.texts is None:
+            return None, found.why_none
+        told: list[str] = []
+        for piece in read["pieces"]:
+            told += _piece_texts(found.texts, piece, read["stored"].get(piece.step), start, end)
+        return told, None
+
+
+def _lay_out(
+    pieces: Sequence[Piece], stored: Mapping[int, StepTokens | None], start: int, end: int
+) -> tuple[list[int], list[float | None]]:
+    ids: list[int] = []
+    logprobs: list[float | None] = []
+    for piece in pieces:
+        first, last = _within(piece, start, end)
+        found = _unpack("i", _packed_ids(piece, stored.get(piece.step)), first, last)
+        ids += found
+        if piece.kind == "prompt" or (kept := stored.get(piece.step)) is None:
+            logprobs += [None] * len(found)
+            continue
+        known = [value if math.isfinite(value) else None for value in _unpack("f", kept.logprobs, first, last)]
+        logprobs += known + [None] * (len(found) - len(known))
+    return ids, logprobs
+
+
+def _within(piece: Piece, start: int, end: int) -> tuple[int, int]:
+    """Which of the piece's tokens are asked for."""
+    return max(0, start - piece.start), min(piece.end, end) - piece.start
+
+
+def _packed_ids(piece: Piece, kept: StepTokens | None) -> bytes:
+    if kept is None:
+        return b""
+    return kept.prompt_ids if piece.kind == "prompt" else kept.sampled_ids
+
+
+def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
+    part = packed[first * TOKEN_BYTES : last * TOKEN_BYTES]
+    return list(struct.unpack(f"<{len(part) // TOKEN_BYTES}{kind}", part[: len(part) // TOKEN_BYTES * TOKEN_BYTES]))
+
+
+def _piece_texts(texts: TokenTexts, piece: Piece, kept: StepTokens | None, start: int, end: int) -> list[str]:
+    """The texts of the piece's tokens that are asked for; a letter may reach over their ends, and into no other piece."""
+    first, last = _within(piece, start, end)
+    before = max(0, first - AROUND)
+    length = piece.end - piece.start
+    ids = _unpack("i", _packed_ids(piece, kept), before, min(length, last + AROUND))
+    return texts.of(ids)[first - before : last - before]
+
+
+def _segments(shape: EpisodeShape, pieces: Sequence[Piece], credit: TokenCredit, start: int, end: int) -> list[dict[str, Any]]:
+    idle = reasons_not_to_train(shape.value)
+    return [
+        {
+            "start": max(piece.start, start),
+            "end": min(piece.end, end),
+            "kind": piece.kind,
+            "step": piece.step,
+            "chain": piece.chain,
+            "trains": _trains(piece, idle),
+            "why_not": _why_not(piece, idle),
+            "advantage": _segment_advantage(piece, credit) if _trains(piece, idle) else None,
+        }
+        for piece in pieces
+    ]
+
+
+def _trains(piece: Piece, idle: Mapping[int, str]) -> bool:
+    return piece.kind == "sampled" and not piece.shared and piece.step not in idle
+
+
+def _why_not(piece: Piece, idle: Mapping[int, str]) -> str | None:
+    if piece.kind == "prompt":
+        return None
+    return idle.get(piece.step) or (ELSEWHERE if piece.shared else None)
+
+
+def _segment_advantage(piece: Piece, credit: TokenCredit) -> float | None:
+    if credit.of_steps is None:
+        return credit.of_all
+    values = credit.of_steps.get(piece.step, ())
+    return values[0] if values and values[0] == values[-1] else None
+
+
+def _advantages(
+    shape: EpisodeShape, pieces: Sequence[Piece], credit: TokenCredit, start: int, end: int
+) -> list[float | None] | None:
+    """One for each token, where those of a stretch differ; None where `segments` say it all."""
+    if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
+        return None
+    idle = reasons_not_to_train(shape.value)
+    found: list[float | None] = []
+    for piece in pieces:
+        first, last = _within(piece, start, end)
+        values: Sequence[float | None] = credit.of_steps.get(piece.step, ()) if _trains(piece, idle) else ()
+        some = [*values[first:last]]
+        found += some + [None] * (last - first - len(some))
+    return found
+
+
+def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit) -> list[dict[str, str]]:
+    some = any(value is not None for value in logprobs)
+    verify = f"Computed again and compared: agentrl replay {episode} --verify tokens"
+    known = {"source": "stored", "how": f"The sampler's natural logarithm, at its temperature. {verify}"}
+    missing = {"source": "missing", "how": "No token here was sampled, or its logprob was not told by who sampled it."}
+    return [
+        {"name": "logprob", **(known if some else missing)},
+        {"name": "advantage", "source": credit.source, "how": credit.how},
+        *({"name": name, "source": "missing", "how": how} for name, how in NOT_STORED.items()),
+    ]
+
+
+def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundTexts:
+    """The texts as they are, or none where a namesake's tokenizer does not say what the episode recorded that it sampled."""
+    ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
+    steps, kept = load_steps(tx, ids), load_tokens(tx, ids)
+    if not steps or not kept:
+        return found
+    return found.checked(_unpack("i", kept[ids[0]].sampled_ids, 0, MOST_COMPARED), steps[0]["text"][:MOST_COMPARED])
+
+
+def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:
+    """The first tokens of the episode's line, packed."""
+    pieces = list_pieces(shape.value, place_chains(shape.value), 0, most)
+    kept = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
+    stored = {step: kept.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
+    parts = (_packed_ids(each, stored[each.step])[: (each.end - each.start) * TOKEN_BYTES] for each in pieces)
+    return b"".join(parts)[: most * TOKEN_BYTES]
+
+
+def place_in_line(shape: EpisodeShape, token: int) -> tuple[int | None, str | None]:
+    """Whose step a token of the line is, and of which kind; None after its end."""
+    found = list_pieces(shape.value, place_chains(shape.value), token, token + 1)
+    return (found[0].step, found[0].kind) if found else (None, None)

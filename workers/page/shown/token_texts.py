@@ -1,0 +1,158 @@
+"""Texts of tokens, by the run's own tokenizer where its files are on this machine; nothing is fetched."""
+
+import codecs
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from agentrl.workflow.settings import Settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FILE = "tokenizer.json"
+LARGEST_FILE = 1 << 28
+"""The most bytes of a tokenizer's file."""
+MOST_TOKENIZERS = 4
+"""As many are kept in memory."""
+_loading = Lock()
+
+
+@dataclass(frozen=True)
+class TokenTexts:
+    """A tokenizer that tells the text of each token of a line."""
+
+    tokenizer: "Tokenizer"
+    letters: dict[str, int] | None
+    """Byte-level: the letter that stands for each byte; None: a token's own words, with marks for spaces and bytes."""
+    added: dict[int, str]
+    _known: dict[int, bytes] = field(default_factory=dict)
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """The text of each; a letter that several tokens make is the first one's, and the others of it are empty."""
+        return join_pieces([self._bytes(token) for token in ids])
+
+    def whole(self, ids: Sequence[int]) -> str:
+        """The text of all of them."""
+        return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
+
+    def _bytes(self, token: int) -> bytes:
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._make_bytes(token)
+        return known
+
+    def _make_bytes(self, token: int) -> bytes:
+        if token in self.added:
+            return self.added[token].encode("utf-8", "replace")
+        word = self.tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
+        if word is None:
+            return b""  # no token of this model
+        if self.letters is not None:
+            with suppress(KeyError):
+                return bytes(self.letters[letter] for letter in word)
+        if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+            with suppress(ValueError):
+                return bytes([int(word[3:5], 16)])
+        return word.replace("▁", " ").encode("utf-8", "replace")
+
+
+def join_pieces(pieces: Sequence[bytes]) -> list[str]:
+    """The texts of pieces of UTF-8: a letter that stands in several is the first one's. What is no UTF-8 becomes U+FFFD."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts: list[str] = []
+    held: int | None = None  # whose letter is not whole yet
+    for place, piece in enumerate(pieces):
+        made = decoder.decode(piece)
+        if held is not None and made:
+            texts[held] += made[0]
+            made, held = made[1:], None
+        texts.append(made)
+        if held is None and decoder.getstate()[0]:
+            held = place
+    if held is not None:
+        texts[held] += decoder.decode(b"", True)
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTexts:
+    """The texts of a base's tokens; None, and why there are none. `sure`: they are that very base's, not a namesake's."""
+
+    texts: TokenTexts | None
+    why_none: str = ""
+    sure: bool = True
+
+    def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
+        """These, or none where a namesake's tokens do not say what the run recorded that it sampled."""
+        if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
+            return self
+        return FoundTexts(None, "The model of that name on this machine has another tokenizer.")
+
+
+def find_texts(where: Settings, base: str) -> FoundTexts:
+    """The texts of the tokens of a base."""
+    file, sure = _find_file(where, base)
+    if file is None:
+        return FoundTexts(None, f"The tokenizer of {base[:200]!r} is not on this machine.")
+    try:
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns
+        if size > LARGEST_FILE:
+            return FoundTexts(None, f"The file {str(file)!r} is larger than {LARGEST_FILE} bytes.")
+        with _loading:
+            return FoundTexts(_load(str(file), size, changed), sure=sure)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
+        return FoundTexts(None, f"The tokenizer {str(file)[:200]!r} cannot be read: {' '.join(str(error).split())[:200]}.")
+
+
+def _find_file(where: Settings, base: str) -> tuple[Path | None, bool]:
+    """The file in the base's folder or in the hub's cache; else, and not surely its, in a folder of that name in this home."""
+    if not base or "\0" in base:
+        return None, False
+    with suppress(OSError, ValueError):
+        if (file := Path(base) / FILE).is_file():
+            return file, True
+        if not Path(base).is_absolute() and (cached := _find_cached(base)):
+            return cached, True
+        if (file := where.models_dir / Path(base).name / FILE).is_file():
+            return file, False
+    return None, False
+
+
+def _find_cached(base: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        cached = try_to_load_from_cache(base, FILE)
+        return Path(cached) if isinstance(cached, str) else None
+    return None
+
+
+@lru_cache(MOST_TOKENIZERS)
+def _load(file: str, size: int, changed: int) -> TokenTexts:
+    from tokenizers import Tokenizer
+
+    text = Path(file).read_text(encoding="utf-8")
+    made = Tokenizer.from_str(text)
+    added = {number: token.content for number, token in made.get_added_tokens_decoder().items()}
+    return TokenTexts(made, _byte_letters() if _is_byte_level(json.loads(text).get("decoder")) else None, added)
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    inner = decoder.get("decoders")
+    return decoder.get("type") == "ByteLevel" or (isinstance(inner, list) and any(map(_is_byte_level, inner)))
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's: a letter that can be seen stands for itself, and the 68 other bytes have letters from U+0100 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in seen)
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,196 @@
+"""One episode as the page shows it first: its row, its task, some of its turns, what it earned, and what became of it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.workers.page.shown.credit_answers import Reader, explain_episode, find_reader
+from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_texts
+from agentrl.workers.page.shown.shown_messages import MOST_MESSAGES, new_messages, shown_message, shown_task
+from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workflow.analysis.fate_sentences import fate_sentence
+from agentrl.workflow.analysis.token_strip import place_chains
+from agentrl.workflow.chains import reasons_not_to_train
+from agentrl.workflow.store.reads.episode_relations import (
+    load_agent,
+    load_fate,
+    load_forks,
+    load_resources_of,
+    load_row,
+    load_run_of,
+    load_task_of,
+    load_whole_rewards,
+)
+from agentrl.workflow.store.reads.episode_rows import EpisodeRow
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
+from agentrl.workflow.store.reads.turn_rows import (
+    load_annotations,
+    load_calls,
+    load_grades,
+    load_step_rewards,
+    load_steps,
+)
+
+Row = Mapping[str, Any]
+MOST_CALLS = 200
+MOST_ANNOTATIONS = 1000
+"""The most calls of a turn, and annotations of an answer."""
+_STEP_FIELDS = (
+    "step", "policy_version", "finish_reason", "mean_logprob", "generate_seconds", "sampled_at", "observed_at", "request_id",
+    "equal",
+)  # fmt: skip
+_CALL_FIELDS = (
+    "id", "call", "tool", "kind", "status", "error_class", "starts", "attempts", "seconds", "queue_seconds", "cpu_seconds",
+    "sandbox", "exit_status", "exit_code", "worker", "created_at", "started_at", "finished_at",
+)  # fmt: skip
+
+
+def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
+    """The episode with its turns from step `start` on, at most `size` of them.
+
+    Raises:
+        NotFoundError: there is no such episode.
+    """
+    shape = episode_shape(tx, episode)
+    row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
+    texts = ShownTexts()
+    reader, readers = find_reader(tx, episode, shape.run_id, run)
+    steps = [step.index for step in shape.value.steps if start <= step.index < start + size]
+    rewards, rewards_left = load_whole_rewards(tx, episode)
+    forks, forks_left = load_forks(tx, episode)
+    annotations, annotations_left = load_annotations(tx, episode, shape.attempt, (), MOST_ANNOTATIONS)
+    fate = load_fate(tx, row)
+    end = start + size
+    return {
+        "episode": _shown_row(row, shape, texts),
+        "run_kind": run["kind"],
+        "task": shown_task(load_task_of(tx, shape.task_id), texts),
+        "agent": _shown_agent(load_agent(tx, shape), texts),
+        "turns": load_turns(tx, shape, steps, texts),
+        "next_turn": end if end < len(shape.value.steps) else None,
+        "chains": list_chains(shape),
+        "rewards": [dict(each) for each in rewards],
+        "rewards_left_out": rewards_left,
+        "grades": [_shown_call(call, texts) for call in load_grades(tx, episode, shape.attempt)[:MOST_CALLS]],
+        "fate": {**cut_texts(fate), "sentence": fate_sentence(fate)},
+        "read_by": [{name: value for name, value in each.items() if name != "iteration_id"} for each in readers],
+        "advantage": explain_episode(tx, reader, episode, shape.group_id),
+        "parent": None if row.parent_id is None else {"id": row.parent_id, "step": row.fork_step},
+        "forks": forks,
+        "forks_left_out": forks_left,
+        "annotations": [_shown_annotation(each, texts) for each in annotations],
+        "annotations_left_out": annotations_left,
+        "resources": load_resources_of(tx, shape.group_id),
+        "commands": list_commands(row, run, reader),
+    }
+
+
+def _shown_row(row: EpisodeRow, shape: EpisodeShape, texts: ShownTexts) -> dict[str, Any]:
+    shown = {**cut_texts({**row}, SHOWN_CHARS), "run_id": shape.run_id}
+    texts.put(shown, "final_answer", row.final_answer, path="episode/final_answer")
+    texts.put(shown, "error", row.error, path="episode/error")
+    texts.put(shown, "reference", row.reference, path="task/reference")
+    return shown
+
+
+def _shown_agent(agent: Row | None, texts: ShownTexts) -> dict[str, Any] | None:
+    if agent is None:
+        return None
+    shown: dict[str, Any] = {name: agent[name] for name in ("status", "exit_code", "error_class")}
+    for name in ("error", "output", "answer"):
+        texts.put(shown, name, agent[name], agent[f"{name}_chars"], f"agent/{name}")
+    return shown
+
+
+def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownTexts) -> list[dict[str, Any]]:
+    """The turns of these steps."""
+    value = shape.value
+    before = {step: value.steps[step].parent for step in steps}
+    parents = {parent for parent in before.values() if parent is not None and parent >= 0}
+    calls = load_calls(tx, shape.step_ids([*{*steps, *parents}]))
+    rewards = load_step_rewards(tx, shape.id, steps)
+    said, left = load_annotations(tx, shape.id, shape.attempt, steps, MOST_ANNOTATIONS) if steps else ([], 0)
+    idle = reasons_not_to_train(value)
+    found = []
+    for row in load_steps(tx, shape.step_ids(steps)):
+        number = row["step"]
+        step, parent = value.steps[number], before[number]
+        turn: dict[str, Any] = {name: row[name] for name in _STEP_FIELDS}
+        turn |= {
+            "chain": step.chain,
+            "parent_step": None if parent is None or parent < 0 else parent,
+            "shared_tokens": step.shared,
+            "prompt_tokens": len(step.prompt_ids),
+            "sampled_tokens": len(step.sampled_ids),
+            "delivered": step.delivered,
+            "trains": number not in idle and bool(step.sampled_ids),
+            "why_not": idle.get(number),
+            "inherited": number < value.inherited,
+        }
+        for name in ("thought", "content", "text", "new_row"):
+            texts.put(turn, name, row[name], row[f"{name}_chars"], f"steps/{number}/{name}")
+        turn |= _shown_prompt(row, calls.get(parent, []) if parent is not None else [], texts)
+        mine = calls.get(number, [])
+        turn["calls"] = [_shown_call(call, texts) for call in mine[:MOST_CALLS]]
+        turn["calls_left_out"] = len(mine[MOST_CALLS:])
+        turn["rewards"] = rewards.get(number, [])
+        turn["annotations"] = [_shown_annotation(each, texts) for each in said if each["step"] == number]
+        found.append(turn)
+    if left and found:
+        found[-1]["annotations_left_out"] = left
+    return found
+
+
+def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
+    """What was put before the model: `shared_messages` are as many as its line begins with; a call's result is told there."""
+    shared, messages = new_messages(row["prompt"], results)
+    shown = []
+    for place, message in messages[:MOST_MESSAGES]:
+        one = shown_message(message, f"steps/{row['step']}/messages/{place}", texts)
+        shown.append({**one, "edited": True} if one["role"] == "tool" and results else one)
+    return {"messages": shown, "messages_left_out": len(messages[MOST_MESSAGES:]), "shared_messages": shared}
+
+
+def _shown_call(call: Row, texts: ShownTexts) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: call[name] for name in _CALL_FIELDS}
+    texts.put_value(shown, "arguments", call["arguments"], f"calls/{call['id']}/arguments")
+    texts.put(shown, "result", call["result"], call["result_chars"], f"calls/{call['id']}/result")
+    return shown
+
+
+def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: row[name] for name in ("id", "step", "source", "kind", "name", "seconds", "created_at")}
+    texts.put_value(shown, "data", row["data"], f"annotations/{row['id']}/data")
+    return shown
+
+
+def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
+    """The episode's chains: which steps they have, after which step they begin, and where their tokens are in the line."""
+    found = []
+    for place in place_chains(shape.value):
+        parent = place.steps[0].parent
+        after = None if parent is None or parent < 0 else parent
+        told = {"chain": place.chain, "steps": [step.index for step in place.steps], "from_step": after}
+        found.append({**told, "shared_tokens": place.steps[0].shared, "start": place.start, "end": place.end})
+    return found
+
+
+def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
+    """What a person may type of the episode; null: it cannot be done."""
+    name, agent = shlex.quote(row.run), bool(run["config"].get("agent"))
+    sampled_here = run["kind"] != "import"
+    last = max(row.steps - 1, 0)
+    update = reader.update
+    whatif = None
+    if update is not None and reader.run["kind"] == "train":
+        algorithm = "rloo" if (run["config"].get("algorithm") or {}).get("name") != "rloo" else "grpo"
+        whatif = f"agentrl whatif {shlex.quote(reader.run['name'])} --iteration {update['iteration']} --algorithm {algorithm}"
+    return {
+        "replay": f"agentrl replay {row.id}",
+        "verify": f"agentrl replay {row.id} --verify all" if sampled_here and row.steps else None,
+        "fork": f"agentrl fork {row.id} --step {last}" if sampled_here and not agent and row.steps else None,
+        "rescore": f"agentrl rescore {name} --reward NAME" if row.status == "done" else None,
+        "whatif": whatif,
+        "why": f"agentrl why {row.id}",
+        "export": f"agentrl ui --export {name} --episode {row.id} --out {shlex.quote(f'{row.run}.html')}",
+    }

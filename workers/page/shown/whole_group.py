@@ -1,0 +1,183 @@
+"""A group as the page shows it: its siblings side by side, and where they part, token by token."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workers.page.shown.credit_answers import Reader, explain_members
+from agentrl.workers.page.shown.cutting import cut_texts
+from agentrl.workers.page.shown.episode_tokens import packed_line, place_in_line
+from agentrl.workers.page.shown.shown_messages import new_messages, shown_message, shown_task
+from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
+from agentrl.workflow.analysis.alignment import Alignment, Branch, align
+from agentrl.workflow.store.reads.credit_rows import load_group_members
+from agentrl.workflow.store.reads.episode_relations import load_run_of, load_task_of
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape
+from agentrl.workflow.store.reads.siblings import (
+    GroupOf,
+    load_group,
+    load_short_results,
+    load_short_steps,
+    load_sibling_fates,
+    load_sibling_parts,
+    load_sibling_readers,
+    load_sibling_shapes,
+)
+from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, unpack_ids
+
+Row = Mapping[str, Any]
+TEXT_CHARS = 4000
+"""The most characters of a text of a sibling."""
+MOST_SEGMENTS = 400
+"""The most texts of a sibling."""
+ALIGNED_TOKENS = 65_536
+"""As many tokens of each sibling are aligned."""
+COMMON_CHARS = 4000
+BRANCH_TOKENS = 32
+"""Of a branch so many tokens are told as text, and after the place where a sibling parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAnswer:
+    """A group's answer without the texts of tokens, and what they are made of."""
+
+    told: dict[str, Any]
+    base: str
+    shapes: Mapping[int, EpisodeShape]
+    lines: Mapping[int, bytes]
+    alignment: Alignment
+
+
+def load_group_answer(tx: Any, group: int) -> GroupAnswer:
+    """The group with its siblings.
+
+    Raises:
+        NotFoundError: there is no such group.
+    """
+    found = load_group(tx, group)
+    run = load_run_of(tx, found.run_id)
+    shapes = load_sibling_shapes(tx, found)
+    lines = {id: packed_line(tx, shape, ALIGNED_TOKENS) for id, shape in shapes.items()}
+    texts = ShownTexts(TEXT_CHARS)
+    task = load_task_of(tx, found.task_id)
+    credit, advantages = _explain(tx, found, run)
+    told = {
+        "group": {**cut_texts({**found.row}), "run_id": found.run_id, "task_id": found.task_id},
+        "task": shown_task(task, texts),
+        "siblings": list(_siblings(tx, found, shapes, advantages, texts)),
+        "left_out": found.left_out,
+        "credit": credit,
+        "aligned_tokens": ALIGNED_TOKENS,
+    }
+    return GroupAnswer(told, run["base"], shapes, lines, align(lines))
+
+
+def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
+    """How the group was credited, and by whom; and why each of its episodes has its advantage."""
+    readers = load_sibling_readers(tx, [episode.id for episode in group.episodes], group.run_id)
+    trained = load_run_of(tx, readers[0]["run_id"]) if readers and readers[0]["run_id"] != group.run_id else run
+    reader = Reader(trained, readers[0] if readers else None)
+    members = load_group_members(tx, group.row.id, trained["reward_set"])
+    recorded = {row["episode_id"]: row["advantage"] for row in readers}
+    advantages = explain_members(tx, reader, members, recorded)
+    names = ("algorithm", "group_mean", "group_std", "group_size")
+    first = next(iter(advantages.values()), dict.fromkeys(names))
+    return {**{name: first[name] for name in names}, "run": trained["name"], "run_id": trained["id"]}, advantages
+
+
+def _siblings(
+    tx: Any, group: GroupOf, shapes: Mapping[int, EpisodeShape], advantages: Mapping[int, Any], texts: ShownTexts
+) -> Iterator[dict[str, Any]]:
+    ids = [episode.id for episode in group.episodes]
+    parts, fates = load_sibling_parts(tx, ids), load_sibling_fates(tx, group.row.run, ids)
+    shown = [row["id"] for shape in shapes.values() for row in shape.rows[:MOST_SEGMENTS]]
+    steps, results = load_short_steps(tx, shown), load_short_results(tx, shown)
+    for episode in group.episodes:
+        row = cut_texts({**episode}, TEXT_CHARS)
+        for name in ("final_answer", "error", "reference"):
+            path = "task/reference" if name == "reference" else f"episode/{name}"
+            texts.put(row, name, getattr(episode, name), path=path)
+        segments = list(_segments(shapes[episode.id], steps, results, texts))
+        yield {
+            "episode": row,
+            "parts": parts.get(episode.id, []),
+            "fate": fates.get(episode.id),
+            "advantage": advantages.get(episode.id),
+            "text": segments[:MOST_SEGMENTS],
+            "text_left_out": len(segments[MOST_SEGMENTS:]) + len(shapes[episode.id].rows[MOST_SEGMENTS:]),
+        }
+
+
+def _segments(
+    shape: EpisodeShape, steps: Mapping[int, Row], results: Mapping[int, Sequence[Row]], texts: ShownTexts
+) -> Iterator[dict[str, Any]]:
+    """What was put before the model, what it sampled, and what its calls gave, in order."""
+    for row in shape.rows[:MOST_SEGMENTS]:
+        step, number = steps.get(row["id"]), row["step"]
+        if step is None:
+            continue
+        parent = row["parent_step"]
+        before = results.get(shape.rows[parent]["id"], ()) if parent is not None and 0 <= parent < len(shape.rows) else ()
+        for place, message in new_messages(step["prompt"], before)[1]:
+            said = shown_message(message, "", texts)
+            yield _segment(number, "message", said["content"], None, f"steps/{number}/messages/{place}/content", texts, said)
+        yield _segment(number, "sampled", step["text"], step["text_chars"], f"steps/{number}/text", texts)
+        for call in results.get(row["id"], ()):
+            told = {"name": call["tool"], "error_class": call["error_class"]}
+            path = f"calls/{call['id']}/result"
+            yield _segment(number, "tool", call["result"], call["result_chars"], path, texts, told)
+
+
+def _segment(
+    step: int, kind: str, text: str | None, chars: int | None, path: str, texts: ShownTexts, more: Row | None = None
+) -> dict[str, Any]:
+    more = more or {}
+    shown = {"step": step, "kind": kind, **{name: more[name] for name in ("role", "name", "error_class") if name in more}}
+    if kind == "message":  # it is counted and cut already
+        whole = more.get("cut", {}).get("content")
+        return {**shown, "text": text, **({"cut": {"text": whole}, "of": {"text": path}} if whole else {})}
+    texts.put(shown, "text", text, chars, path)
+    return shown
+
+
+def tell_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
+    """Where the siblings part, in tokens and, where there are, texts."""
+    alignment, texts = answer.alignment, found.texts
+    common = alignment.common
+    first = next(iter(answer.lines.values()), b"")
+    text = None if texts is None else texts.whole(unpack_ids(first, 0, common))
+    return {
+        "common_tokens": common,
+        "common_text": None if text is None else text[:COMMON_CHARS],
+        "common_chars": None if text is None else len(text),
+        "why_no_texts": found.why_none or None,
+        "at": [_part_of(answer, episode, texts) for episode in answer.lines],
+        "tree": [_branch(answer, branch, texts) for branch in alignment.branches],
+    }
+
+
+def _part_of(answer: GroupAnswer, episode: int, texts: TokenTexts | None) -> dict[str, Any]:
+    line, shape, at = answer.lines[episode], answer.shapes[episode], answer.alignment.common
+    alone = answer.alignment.alone_from[episode]
+    ended = at * TOKEN_BYTES >= len(line)
+    step, kind = place_in_line(shape, at)
+    said = [] if texts is None or ended else texts.of(unpack_ids(line, at, at + 1 + BRANCH_TOKENS))
+    return {
+        "episode": episode,
+        "step": step,
+        "kind": kind,
+        "token_index": at,
+        "token": None if ended else unpack_ids(line, at, at + 1)[0],
+        "token_text": said[0] if said else None,
+        "next": "".join(said[1:]) if said else None,
+        "alone_from": alone,
+        "alone_step": place_in_line(shape, alone)[0],
+        "tokens": len(line) // TOKEN_BYTES,
+    }
+
+
+def _branch(answer: GroupAnswer, branch: Branch, texts: TokenTexts | None) -> dict[str, Any]:
+    ids = unpack_ids(answer.lines[branch.members[0]], branch.start, min(branch.end, branch.start + BRANCH_TOKENS))
+    text = None if texts is None else texts.whole(ids)
+    return {"from_token": branch.start, "to_token": branch.end, "episodes": list(branch.members), "text": text}

@@ -1,0 +1,53 @@
+"""Runs as the page shows them: in a list, and one with all that is shown of it first."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentrl.workers.page.shown.config_rows import list_config
+from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
+from agentrl.workers.page.shown.within import Within
+from agentrl.workflow.store.reads import run_details, run_rows
+from agentrl.workflow.store.reads.lineage import find_children, find_sources
+from agentrl.workflow.store.reads.open_work import list_open_work
+from agentrl.workflow.store.reads.run_rows import RunRow
+from agentrl.workflow.store.reads.run_summaries import load_summaries
+
+CHILDREN_SHOWN = 100
+"""The most runs that come from one."""
+OPEN_WORK_SHOWN = 200
+"""The most claims and waiting messages of a run."""
+
+
+def list_shown_runs(db: Within, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+    """The rows of runs, each with its summary."""
+    summaries = load_summaries(db.tx, rows)
+    return [{**row, **summaries[row.id].shown()} for row in rows]
+
+
+def load_run(db: Within, run: int) -> dict[str, Any]:
+    """The run of that number, as `/api/runs/{run}` answers it.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    name = run_rows.run_name(db.tx, run)
+    (shown,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
+    children = find_children(db.tx, run, CHILDREN_SHOWN + 1)
+    work = (asdict(each) for each in list_open_work(db) if each.run == name) if shown["status"] == "running" else ()
+    return {
+        "run": shown,
+        "config": list_config(run_details.find_config(db, run)),
+        "manifest": run_details.load_manifest(db.tx, run),
+        "progress": run_rows.count_progress(db, name),
+        "waits_for": shown["waits_for"],
+        "sampled_on": run_rows.why_sampling_on(db, name),
+        "tags": shown["tags"],
+        "notes": cut_rows(run_details.load_notes(db.tx, run), SHOWN_CHARS),
+        "sources": [asdict(each) for each in find_sources(db.tx, run)],
+        "children": [asdict(each) for each in children[:CHILDREN_SHOWN]],
+        "children_cut": len(children) > CHILDREN_SHOWN,
+        "has": run_details.find_what_it_has(db.tx, run, name),
+        "reward_parts": run_details.list_reward_parts(db.tx, run, name),
+        "open_work": [*work][:OPEN_WORK_SHOWN],
+    }

@@ -1,0 +1,240 @@
+// Curves: lines with bands and marks over a common axis, whose hover is linked, drawn by uPlot.
+
+import { html, useEffect, useRef } from "./vendor/preact.js";
+import uPlot from "./vendor/uplot.js";
+import { number } from "./format.js";
+import { useTheme } from "./theme.js";
+import { useWidth } from "./ui.js";
+
+const HEIGHT = 190;
+const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
+const MARKS = { killed: "--bad", resumed: "--good", waiting: "--warn", checkpoint: "--line-2", eval: "--line-3", other: "--quiet" };
+
+export function lineColor(index) {
+  return COLORS[index % COLORS.length];
+}
+
+/** Exponential smoothing, its beginning not drawn towards 0; gaps stay gaps. `weight` in [0, 1): how much of the past is kept. */
+export function smoothed(values, weight) {
+  if (!weight) return values;
+  let sum = 0;
+  let mass = 0;
+  return values.map((value) => {
+    if (!Number.isFinite(value)) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return sum / mass;
+  });
+}
+
+/**
+ * One chart. `lines`: [{label, x, y, low, high, color, dots, faint}], each with its own x; `marks`: [{x, kind, text}] on the axis.
+ * `sync` is the name of the charts whose hover is linked; `onPick(x)` is called where the chart is clicked.
+ */
+export function Chart({ title, note, lines, marks = [], log = false, weight = 0, xLabel = "iteration", xIsTime = false, sync = "charts", height = HEIGHT, onPick, range, bare = false }) {
+  const [holder, width] = useWidth();
+  const told = useRef(null);
+  const theme = useTheme();
+  const drawn = useRef(null);
+  const picked = useRef(onPick);
+  picked.current = onPick;
+  const shown = lines.filter((line) => line.y.some(Number.isFinite));
+  const usesLog = log && shown.every((line) => line.y.every((value) => !Number.isFinite(value) || value > 0));
+  const shape = JSON.stringify([shown.map((line) => [line.label, line.color, Boolean(line.low), line.dots]), usesLog, xLabel, xIsTime, sync, height, weight > 0, range, theme]);
+  const data = alignLines(shown, weight);
+  const state = useRef({});
+  state.current = { shown, marks, data, xLabel, xIsTime };
+
+  useEffect(() => {
+    if (!width || !shown.length) return undefined;
+    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, sync, range, weight, state, told, picked }), data.columns, holder.current);
+    drawn.current = plot;
+    tellValues(told.current, state.current, null);
+    return () => {
+      drawn.current = null;
+      plot.destroy();
+    };
+  }, [shape, width > 0, shown.length > 0]);
+
+  useEffect(() => {
+    if (drawn.current && width) drawn.current.setSize({ width, height });
+  }, [width]);
+
+  const content = JSON.stringify([data.columns[0].length, data.columns.map((column) => column[column.length - 1]), marks.length, weight, data.sum]);
+  useEffect(() => {
+    if (!drawn.current) return;
+    drawn.current.setData(data.columns);
+    tellValues(told.current, state.current, null);
+  }, [content]);
+
+  return html`<figure class=${`chart ${bare ? "bare" : ""}`}>
+    <figcaption><h3>${title}</h3> <span class="told" ref=${told}></span>${note && html`<span class="quiet"> ${note}</span>`}</figcaption>
+    <div ref=${holder} class="plot" style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(title, shown, xLabel)}>
+      ${!shown.length && html`<p class="quiet none">no numbers</p>`}
+    </div>
+  </figure>`;
+}
+
+function describe(title, lines, xLabel) {
+  if (!lines.length) return `${title}: no numbers`;
+  return lines
+    .slice(0, 8)
+    .map((line) => {
+      const values = line.y.filter(Number.isFinite);
+      const least = values.reduce((a, b) => Math.min(a, b), Infinity);
+      const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
+      return `${title}, ${line.label}: ${number(values[0])} at first, ${number(values[values.length - 1])} at last, between ${number(least)} and ${number(most)}, by ${xLabel}`;
+    })
+    .join(". ");
+}
+
+/** All lines over one axis: columns of x, then of each line its value, and where it has them the ends of its band. */
+function alignLines(lines, weight) {
+  const xs = [...new Set(lines.flatMap((line) => line.x))].filter(Number.isFinite).sort((a, b) => a - b);
+  const place = new Map(xs.map((x, index) => [x, index]));
+  const spread = (line, values) => {
+    const column = new Array(xs.length).fill(null);
+    line.x.forEach((x, index) => {
+      const value = values[index];
+      if (place.has(x)) column[place.get(x)] = Number.isFinite(value) ? value : null;
+    });
+    return column;
+  };
+  const columns = [xs];
+  const roles = [];
+  for (const line of lines) {
+    if (line.low) {
+      columns.push(spread(line, smoothed(line.low, weight)), spread(line, smoothed(line.high, weight)));
+      roles.push({ line, role: "low" }, { line, role: "high" });
+    }
+    if (weight && !line.dots && !line.low) {
+      columns.push(spread(line, line.y));
+      roles.push({ line, role: "raw" });
+    }
+    columns.push(spread(line, line.dots ? line.y : smoothed(line.y, weight)));
+    roles.push({ line, role: "value" });
+  }
+  const sum = columns.reduce((total, column) => total + column.reduce((a, b) => a + (b || 0), 0), 0);
+  return { columns, roles, sum };
+}
+
+function chartOptions({ width, height, log, xIsTime, sync, range, weight, state, told, picked }) {
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const { roles } = state.current.data;
+  const bands = [];
+  const series = [{}];
+  roles.forEach(({ line, role }, index) => {
+    const color = css(line.color);
+    if (role === "high") bands.push({ series: [index + 1, index], fill: `${color}26` });
+    series.push(lineStyle(line, role, color));
+  });
+  const axis = { stroke: css("--quiet"), grid: { stroke: css("--rule"), width: 1 }, ticks: { stroke: css("--rule"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+  const dense = (_, splits) => splits.map((value) => (value === null ? "" : tick(value)));
+  return {
+    width,
+    height,
+    legend: { show: false },
+    padding: [8, 10, 0, 0],
+    scales: { x: { time: xIsTime, ...(range ? { range } : {}) }, y: log ? { distr: 3 } : { range: roomy } },
+    axes: [{ ...axis, size: 30, ...(xIsTime ? {} : { values: dense, incrs: undefined }) }, { ...axis, size: 52, values: dense }],
+    series,
+    bands,
+    cursor: {
+      sync: { key: sync, scales: ["x", null], setSeries: false },
+      points: { size: 6 },
+      drag: { x: true, y: false },
+      bind: { click: pickWhere(picked) },
+    },
+    hooks: { setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css)] },
+  };
+}
+
+function roomy(_, least, most) {
+  if (least === null || most === null) return [0, 1];
+  if (least === most) return [least - (Math.abs(least) || 1) * 0.1, most + (Math.abs(most) || 1) * 0.1];
+  const room = (most - least) * 0.06;
+  return [least - room, most + room];
+}
+
+function tick(value) {
+  return Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1).replace("e+", "e").replace("e-", "e−") : String(Number(value.toPrecision(6))).replace("-", "−");
+}
+
+function lineStyle(line, role, color) {
+  if (role === "low" || role === "high") return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
+  if (role === "raw") return { stroke: `${color}55`, width: 1, points: { show: false }, spanGaps: true };
+  if (line.dots) return { stroke: color, width: 0, paths: () => null, points: { show: true, size: 6, fill: color, stroke: color } };
+  return { stroke: color, width: 1.75, spanGaps: true, points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < 3, size: 5, fill: color } };
+}
+
+function pickWhere(picked) {
+  return (plot, _, handler) => (event) => {
+    handler?.(event);
+    const { idx } = plot.cursor;
+    if (picked.current && idx !== null && idx !== undefined) picked.current(plot.data[0][idx]);
+  };
+}
+
+function drawMarks(plot, marks, css) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  for (const mark of marks) {
+    const x = plot.valToPos(mark.x, "x", true);
+    if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
+    const color = css(MARKS[mark.kind] || MARKS.other);
+    ctx.strokeStyle = `${color}88`;
+    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.fillStyle = color;
+    const size = 4 * devicePixelRatio;
+    ctx.fillRect(x - size / 2, bbox.top + bbox.height - size, size, size);
+  }
+  ctx.restore();
+}
+
+/** The values under the cursor, or the last ones, beside the title. */
+function tellValues(place, { shown, marks, data, xLabel, xIsTime }, index) {
+  if (!place) return;
+  const [xs] = data.columns;
+  const at = index ?? xs.length - 1;
+  const parts = [];
+  data.roles.forEach(({ line, role }, column) => {
+    if (role !== "value") return;
+    let found = at;
+    const values = data.columns[column + 1];
+    while (index === null && found > 0 && values[found] === null) found -= 1;
+    const value = values[found];
+    if (value === null || value === undefined) return;
+    const band = line.low ? ` [${number(data.columns[column - 1][found])}, ${number(data.columns[column][found])}]` : "";
+    parts.push({ line, text: `${shown.length > 1 ? `${line.label} ` : ""}${number(value)}${band}` });
+  });
+  const near = index === null ? [] : marks.filter((mark) => mark.x === xs[at]).map((mark) => mark.text);
+  const where = index === null || !xs.length ? "" : xIsTime ? `${new Date(xs[at] * 1000).toLocaleTimeString()}: ` : `${xLabel} ${number(xs[at])}: `;
+  place.replaceChildren(
+    where,
+    ...parts.flatMap(({ line, text }) => {
+      const mark = document.createElement("i");
+      mark.style.background = `var(${line.color})`;
+      return [...(shown.length > 1 ? [mark] : []), `${text} `];
+    }),
+    near.length ? ` · ${near.join(", ").slice(0, 160)}` : "",
+  );
+}
+
+/** A small line without axes. */
+export function Sparkline({ points, width = 120, height = 26, label }) {
+  const known = points.filter(([, value]) => Number.isFinite(value));
+  if (known.length < 2) return html`<span class="quiet">${known.length ? number(known[0][1]) : ""}</span>`;
+  const xs = known.map(([x]) => x);
+  const ys = known.map(([, y]) => y);
+  const [left, right, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const at = (x, y) => `${(((x - left) / (right - left || 1)) * (width - 6) + 3).toFixed(1)},${(height - 3 - ((y - least) / (most - least || 1)) * (height - 6)).toFixed(1)}`;
+  const [lastX, lastY] = at(...known[known.length - 1]).split(",");
+  return html`<svg class="spark" width=${width} height=${height} viewBox=${`0 0 ${width} ${height}`} role="img" aria-label=${`${label}: from ${number(ys[0])} to ${number(ys[ys.length - 1])}`}>
+    <polyline points=${known.map(([x, y]) => at(x, y)).join(" ")} fill="none" />
+    <circle cx=${lastX} cy=${lastY} r="2.5" />
+  </svg>`;
+}

@@ -1,0 +1,230 @@
+// The curves of a run, or of several in the same charts; the events of the first on their axes.
+
+import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
+import { Chart, lineColor } from "./chart.js";
+import { ask, askCurves, exported, path } from "./data.js";
+import { number, visible } from "./format.js";
+import { go, href, useChoice } from "./route.js";
+import { Asked, Problem, Select, useData } from "./ui.js";
+
+const CHARTS = [
+  { key: "reward", title: "reward", note: "band: one standard deviation over the groups", columns: [["reward", "", "reward_low", "reward_high"]], evals: true },
+  { key: "loss", title: "loss", columns: [["loss", ""]] },
+  { key: "kl", title: "KL", note: "to the reference; of the step itself", columns: [["kl", "reference"], ["policy_kl", "step"]] },
+  { key: "entropy", title: "entropy", columns: [["entropy", ""]] },
+  { key: "clip_fraction", title: "clipped tokens", columns: [["clip_fraction", ""]] },
+  { key: "grad_norm", title: "gradient norm", columns: [["grad_norm", ""]] },
+  { key: "value", title: "value", columns: [["value_loss", "loss"], ["explained_variance", "explained variance"]] },
+  { key: "length", title: "tokens of an episode", columns: [["length", ""]] },
+  { key: "tool_error_rate", title: "failed tool calls", columns: [["tool_error_rate", ""]] },
+  { key: "flat", title: "groups", note: "all; without variance; dropped", columns: [["groups", "all"], ["flat_groups", "flat"], ["dropped_groups", "dropped"]] },
+  { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "trained"]] },
+  { key: "seconds", title: "seconds", columns: [["seconds", "iteration"], ["rollout_seconds", "rollout"], ["update_seconds", "update"]] },
+  { key: "staleness", title: "staleness", note: "versions", columns: [["staleness", ""]] },
+  { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
+  { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"]] },
+];
+const AXES = [["iteration", "iteration"], ["tokens", "tokens"], ["time", "time"]];
+const LOUD = { failed: "killed", worker_lost: "killed", oom: "killed", update_failed: "killed", group_failed: "killed", resumed: "resumed", going_on: "resumed", extended: "resumed", waiting: "waiting", paused: "waiting" };
+const QUIET_EVENTS = new Set(["submitted", "done", "chosen"]);
+
+export function CurvesView({ run, name, version, fresh, events }) {
+  const [smooth, setSmooth] = useChoice("smooth", "0");
+  const [axis, setAxis] = useChoice("x", "iteration");
+  const [log, setLog] = useChoice("log");
+  const [others, setOthers] = useChoice("with");
+  const [added, setAdded] = useChoice("charts");
+  const ids = [String(run), ...others.split(",").filter((each) => /^\d+$/.test(each) && each !== String(run))].slice(0, 8);
+  const weight = Math.min(0.98, Math.max(0, Number(smooth) || 0));
+  return html`<div class="controls">
+      <${Select} label="x" value=${axis} onChange=${setAxis} options=${AXES} />
+      <label class="select"><span>smoothing</span><input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setSmooth(event.currentTarget.value)} /><output>${weight || "none"}</output></label>
+      <label><input type="checkbox" checked=${Boolean(log)} onChange=${(event) => setLog(event.currentTarget.checked ? "1" : "")} /> log</label>
+      ${!exported() && html`<${AddChart} added=${added} setAdded=${setAdded} />`}
+      ${!exported() && html`<${AddRun} ids=${ids} setOthers=${setOthers} />`}
+    </div>
+    <${SeveralCurves} ids=${ids} name=${name} version=${version} fresh=${fresh} axis=${axis} weight=${weight} log=${Boolean(log)} events=${events} added=${added} setOthers=${setOthers} setAdded=${setAdded} />`;
+}
+
+function SeveralCurves({ ids, name, version, fresh, axis, weight, log, events, added, setOthers, setAdded }) {
+  const first = useData(path(`runs/${ids[0]}/curves`), version, askCurves);
+  const [rest, setRest] = useState({ runs: [], error: null });
+  const wanted = ids.slice(1).join(",");
+  useEffect(() => {
+    let gone = false;
+    const load = (id) => Promise.all([ask(path(`runs/${id}`)), askCurves(path(`runs/${id}/curves`))]).then(([told, curves]) => ({ id, name: told.run.run, curves }));
+    Promise.all(ids.slice(1).map(load)).then(
+      (runs) => gone || setRest({ runs, error: null }),
+      (error) => gone || setRest({ runs: [], error }),
+    );
+    return () => {
+      gone = true;
+    };
+  }, [wanted]);
+  return html`<${Asked} of=${first} what="the curves">${(curves) => {
+    const runs = [{ id: ids[0], name, curves: mergeFresh(curves, fresh) }, ...rest.runs];
+    return html`${rest.error && html`<${Problem} error=${rest.error} small />`}
+      ${runs.length > 1 && html`<${RunLegend} runs=${runs} setOthers=${setOthers} />`}
+      <${ChartGrid} runs=${runs} axis=${axis} weight=${weight} log=${log} events=${events} added=${added} setAdded=${setAdded} />`;
+  }}<//>`;
+}
+
+function RunLegend({ runs, setOthers }) {
+  return html`<div class="legend" aria-label="Runs in the charts">
+    ${runs.map((run, index) => html`<span key=${run.id}><i style=${{ background: `var(${lineColor(index)})` }}></i><a href=${href(["run", run.id])}>${visible(run.name)}</a>${index > 0 && html` <button type="button" class="copy" onClick=${() => setOthers(runs.slice(1).filter((each) => each !== run).map((each) => each.id).join(","))} aria-label=${`Leave out ${visible(run.name)}`}>×</button>`}</span>`)}
+  </div>`;
+}
+
+/** The rows as they were asked for, with those that came since in their places. */
+export function mergeFresh(curves, fresh) {
+  if (!fresh?.length) return curves;
+  const rows = new Map(curves.rows.map((row) => [row[0], row]));
+  for (const row of fresh) rows.set(row[0], row);
+  return { ...curves, rows: [...rows.values()].sort((a, b) => a[0] - b[0]) };
+}
+
+function ChartGrid({ runs, axis, weight, log, events, added, setAdded }) {
+  const tables = useMemo(() => runs.map((run) => ({ ...run, ...columnsOf(run.curves, axis, runs.length > 1) })), [runs.map((run) => run.curves), axis]);
+  const marks = runs.length === 1 ? marksOf(events || [], tables[0]) : [];
+  const xLabel = axis === "time" && runs.length > 1 ? "minutes" : axis;
+  const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks };
+  const pick = (x) => {
+    const table = tables[0];
+    const at = table.x.indexOf(x);
+    if (at >= 0) go(href(["run", runs[0].id, "iteration", table.of.iteration[at]]));
+  };
+  const shown = CHARTS.map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
+  const own = added.split(",").filter(Boolean);
+  return html`<div class="charts">
+    ${shown.map(({ chart, lines }) => html`<${Chart} key=${chart.key} title=${chart.title} note=${runs.length === 1 && (lines.length > 1 || chart.key === "reward") ? chart.note : ""} lines=${lines} ...${common} onPick=${pick} />`)}
+    ${own.map((each) => html`<${OwnChart} key=${each} what=${each} runs=${tables} common=${common} remove=${() => setAdded(own.filter((one) => one !== each).join(","))} />`)}
+  </div>
+  ${!shown.length && html`<p class="quiet">No iteration has numbers yet.</p>`}
+  ${marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
+}
+
+function columnsOf(curves, axis, several) {
+  const of = {};
+  curves.columns.forEach((column, index) => {
+    of[column] = curves.rows.map((row) => row[index]);
+  });
+  let tokens = 0;
+  const start = Date.parse(of.started_at?.[0] || "");
+  const axes = {
+    iteration: () => of.iteration,
+    tokens: () => of.tokens.map((each) => (tokens += each || 0)),
+    time: () => of.finished_at.map((at, index) => (at || of.started_at[index] ? (several ? (Date.parse(at || of.started_at[index]) - start) / 60000 : Math.round(Date.parse(at || of.started_at[index]) / 1000)) : null)),
+  };
+  return { of, x: (axes[axis] || axes.iteration)(), evals: curves.evals || [] };
+}
+
+function linesOf(chart, tables) {
+  const several = tables.length > 1;
+  return tables.flatMap((table, place) => {
+    const columns = several ? chart.columns.slice(0, 1) : chart.columns;
+    const lines = columns
+      .filter(([column]) => table.of[column])
+      .map(([column, label, low, high], index) => ({
+        label: several ? visible(table.name) : label || chart.title,
+        color: lineColor(several ? place : index),
+        x: table.x,
+        y: table.of[column],
+        ...(low && !several && table.of[low] ? { low: table.of[low], high: table.of[high] } : {}),
+      }));
+    return chart.evals && !several ? [...lines, ...evalLines(table)] : lines;
+  });
+}
+
+/** Evaluations on held-out tasks: a version stands where the iteration that made it stands. */
+function evalLines(table) {
+  const bySet = new Map();
+  for (const found of table.evals) {
+    if (found.mean_reward === null) continue;
+    const name = `${found.dataset} ${found.split || ""}`.trim();
+    bySet.set(name, [...(bySet.get(name) || []), found]);
+  }
+  return [...bySet].map(([name, evals], index) => ({
+    label: `held out: ${visible(name)}`,
+    color: lineColor(1 + index),
+    dots: true,
+    x: evals.map((each) => (each.version === 0 ? table.x[0] : table.x[table.of.iteration.indexOf(each.version)])),
+    y: evals.map((each) => each.mean_reward),
+    low: evals.map((each) => each.low),
+    high: evals.map((each) => each.high),
+  }));
+}
+
+function marksOf(events, table) {
+  return events
+    .filter((event) => !QUIET_EVENTS.has(event.kind))
+    .slice(0, 200)
+    .reverse()
+    .map((event) => {
+      const named = /iteration (\d+)/.exec(`${event.subject} ${event.detail}`);
+      const at = named ? table.of.iteration.indexOf(Number(named[1])) : placeInTime(event.created_at, table.of);
+      return { x: table.x[Math.max(0, at)], kind: LOUD[event.kind] || "other", text: `${visible(event.kind).replaceAll("_", " ")}${event.detail ? `: ${visible(event.detail).slice(0, 80)}` : ""}` };
+    });
+}
+
+function placeInTime(at, of) {
+  const later = of.finished_at.findIndex((end) => !end || Date.parse(end) >= Date.parse(at));
+  return later < 0 ? of.iteration.length - 1 : later;
+}
+
+// charts of any number of any view
+
+function AddChart({ added, setAdded }) {
+  const { data } = useData(path("views"));
+  const [view, setView] = useState("v_rewards");
+  const views = (data?.views || data || []).filter((each) => each.columns.some((column) => column.chartable));
+  const columns = (views.find((each) => each.view === view)?.columns || []).filter((column) => column.chartable);
+  if (!views.length) return null;
+  const add = (column) => column && setAdded([...added.split(",").filter(Boolean), `${view}.${column}`].join(","));
+  return html`<${Select} label="add a chart of" value=${view} onChange=${setView} options=${views.map((each) => [each.view, each.view])} />
+    <select aria-label="column of the chart" value="" onChange=${(event) => (add(event.currentTarget.value), (event.currentTarget.value = ""))}>
+      <option value="">column…</option>
+      ${columns.map((column) => html`<option key=${column.column} value=${column.column} title=${column.meaning}>${column.column}</option>`)}
+    </select>`;
+}
+
+function AddRun({ ids, setOthers }) {
+  const { data } = useData(path("runs", { size: 50 }));
+  const rows = (data?.rows || []).filter((row) => !ids.includes(String(row.id)) && row.kind === "train");
+  if (!rows.length || ids.length >= 8) return null;
+  return html`<select aria-label="add another run" value="" onChange=${(event) => event.currentTarget.value && setOthers([...ids.slice(1), event.currentTarget.value].join(","))}>
+    <option value="">with another run…</option>
+    ${rows.map((row) => html`<option key=${row.id} value=${row.id}>${visible(row.run)}</option>`)}
+  </select>`;
+}
+
+/** The mean of a column by iteration, read page after page; drawn while it comes. */
+function OwnChart({ what, runs, common, remove }) {
+  const [view, column] = what.split(".");
+  const [found, setFound] = useState({});
+  const [error, setError] = useState(null);
+  useEffect(() => {
+    const stop = new AbortController();
+    for (const run of runs) sumPages(run.id, view, column, stop, (sums, done) => setFound((now) => ({ ...now, [run.id]: { sums, done } }))).catch((problem) => problem.name !== "AbortError" && setError(problem));
+    return () => stop.abort();
+  }, [what, runs.map((run) => run.id).join()]);
+  const lines = runs.map((run, index) => {
+    const sums = found[run.id]?.sums || new Map();
+    return { label: runs.length > 1 ? visible(run.name) : "mean", color: lineColor(index), x: run.x, y: run.of.iteration.map((each) => (sums.get(each)?.count ? sums.get(each).sum / sums.get(each).count : null)) };
+  });
+  const note = Object.values(found).some((each) => !each.done) ? "reading…" : `mean of ${number([...Object.values(found)].reduce((all, each) => all + [...each.sums.values()].reduce((a, b) => a + b.count, 0), 0))} rows`;
+  return html`<div class="own"><${Chart} title=${what} note=${note} lines=${lines} ...${common} /><button type="button" class="copy" onClick=${remove} aria-label=${`Remove the chart of ${what}`}>remove</button>${error && html`<${Problem} error=${error} small />`}</div>`;
+}
+
+async function sumPages(run, view, column, stop, told) {
+  const sums = new Map();
+  let cursor = "";
+  do {
+    const page = await ask(path(`runs/${run}/series`, { view, column, cursor }), { signal: stop.signal });
+    for (const row of page.rows) {
+      const sum = sums.get(row.iteration) || { count: 0, sum: 0 };
+      sums.set(row.iteration, { count: sum.count + row.count, sum: sum.sum + row.sum });
+    }
+    cursor = page.next;
+    told(new Map(sums), !cursor);
+  } while (cursor);
+}

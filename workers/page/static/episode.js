@@ -1,0 +1,184 @@
+// An episode: its transcript, its tokens, why it has the reward and the advantage it has, where it came from and went.
+
+import { html, useEffect, useState } from "./vendor/preact.js";
+import { CommandOrButton } from "./actions.js";
+import { ask, exported, path } from "./data.js";
+import { json, number, plural, seconds, visible } from "./format.js";
+import { readRoute, useChoice } from "./route.js";
+import { TokensView } from "./tokens.js";
+import { Asked, Badge, Facts, Fold, Link, Problem, Tabs, Text, useData } from "./ui.js";
+
+const TEXT_PAGE = 200000;
+const ACTED = ["verify", "fork", "rescore", "whatif"];
+
+export function EpisodePage({ episode }) {
+  const found = useData(path(`episodes/${episode}`));
+  return html`<${Asked} of=${found} what="the episode">${(data) => html`<${EpisodeView} data=${data} />`}<//>`;
+}
+
+function EpisodeView({ data }) {
+  const { episode: row } = data;
+  const [tab] = useChoice("tab", "transcript");
+  useEffect(() => {
+    document.title = `agentrl: episode ${row.id}`;
+  }, [row.id]);
+  const tabs = [["transcript", "transcript", data.turns.length], ["tokens", "tokens", row.prompt_tokens + row.sampled_tokens], ["why", "why"], ...(data.annotations?.length ? [["said", "annotations", data.annotations.length]] : [])];
+  return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", row.run_id]}>${visible(row.run)}<//><${Link} to=${["run", row.run_id, "iteration", row.iteration]}>iteration ${row.iteration}<//><${Link} to=${["group", row.group_id]} rel="up">group ${row.group_id}<//><span>episode ${row.id}</span></nav>
+    <div class="row base"><h1>Episode ${row.id}</h1> <${Badge} is=${row.status} />
+      ${row.stop_reason && row.stop_reason !== "answered" ? html`<span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>` : ""}
+      ${row.tainted && html`<span class="warn">tainted: not trained on</span>`}
+      <${Beside} row=${row} />
+    </div>
+    ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
+    <${EpisodeFacts} data=${data} row=${row} />
+    <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
+    ${tab === "tokens" ? html`<${TokensView} episode=${row.id} row=${row} />` : tab === "why" ? html`<${WhyView} data=${data} row=${row} />` : tab === "said" ? html`<${Said} rows=${data.annotations} />` : html`<${Transcript} data=${data} row=${row} />`}`;
+}
+
+/** Its siblings before and after it. */
+function Beside({ row }) {
+  const { data } = useData(exported() ? null : path(`runs/${row.run_id}/episodes`, { group: row.group_id, size: 200 }));
+  const ids = (data?.rows || []).map((each) => each.id);
+  const at = ids.indexOf(row.id);
+  return html`${at > 0 && html`<${Link} to=${["episode", ids[at - 1]]} query=${keepTab()} rel="prev">← sibling<//>`} ${at >= 0 && at < ids.length - 1 && html`<${Link} to=${["episode", ids[at + 1]]} query=${keepTab()} rel="next">sibling →<//>`}`;
+}
+
+function keepTab() {
+  const { tab, color, only } = readRoute().query;
+  return { tab, color, only };
+}
+
+function EpisodeFacts({ data, row }) {
+  const fate = data.fate?.fate;
+  return html`<${Facts} of=${[
+    ["task", html`<${Link} to=${["run", row.run_id, "task", data.task.id]}>${visible(row.task).slice(0, 120)}<//>`],
+    ["reward", html`<b>${number(row.reward, 4)}</b>${data.rewards?.length > 1 ? html` <span class="quiet">${rewardParts(data.rewards)}</span>` : ""}`],
+    ["advantage", number(row.advantage, 4)],
+    ["answer", visible(row.final_answer).slice(0, 200)],
+    ["reference", visible(row.reference).slice(0, 200)],
+    ["fate", typeof fate === "string" ? html`<${Badge} is=${fate} />` : null],
+    ["version", `${row.policy_version}${row.staleness ? `, ${plural(row.staleness, "version")} behind` : ""}`],
+    ["turns", number(row.steps)],
+    ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
+    ["calls", `${number(row.tool_calls)}${row.tool_errors ? `, ${number(row.tool_errors)} failed` : ""}`],
+    ["sampling", seconds(row.generate_seconds)],
+    ["tools", seconds(row.tool_seconds)],
+    ["took", seconds(row.seconds)],
+    ["attempt", row.attempt > 1 ? number(row.attempt) : null],
+    ["from", data.parent ? html`<${Link} to=${["episode", data.parent.id]}>episode ${data.parent.id}<//>, turn ${data.parent.step}` : null],
+  ]} />
+  ${data.forks?.length > 0 && html`<p class="quiet">forks: ${data.forks.map((fork, index) => html`${index > 0 && ", "}<${Link} to=${["episode", fork.id]}>${fork.id}<//> at turn ${fork.step} (${number(fork.reward, 3)})`)}</p>`}`;
+}
+
+function rewardParts(rewards) {
+  return rewards.slice(0, 8).map((each) => `${visible(each.part)} ${number(each.value, 3)}${each.weight === 1 ? "" : ` × ${number(each.weight)}`}`).join(" + ");
+}
+
+// the transcript
+
+const ROLES = { system: "system", user: "user", assistant: "model", tool: "tool" };
+
+function Transcript({ data, row }) {
+  const [later, setLater] = useState({ turns: [], next: data.next_turn, error: null });
+  const turns = [...data.turns, ...later.turns];
+  const branches = data.chains?.length > 1;
+  const fetchLater = () =>
+    ask(path(`episodes/${row.id}`, { turn: later.next })).then(
+      (page) => setLater((now) => ({ turns: [...now.turns, ...page.turns], next: page.next_turn, error: null })),
+      (error) => setLater((now) => ({ ...now, error })),
+    );
+  return html`${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} />`}
+    <ol class="transcript">
+      ${!turns.length && (data.task.messages || []).map((message, index) => html`<li key=${`task${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
+      ${turns.map((turn) => html`<${Turn} key=${turn.step} turn=${turn} branches=${branches} row=${row} />`)}
+    </ol>
+    ${later.next !== null && later.next !== undefined && html`<button type="button" class="more" onClick=${fetchLater}>show the turns from ${later.next} on</button>`}
+    ${later.error && html`<${Problem} error=${later.error} small />`}
+    ${data.agent?.error && html`<h2>The agent ended so</h2><${Part} of=${data.agent} name="error" episode=${row.id} mono />`}
+    ${data.agent?.output && html`<${Fold} summary="what the agent printed"><${Part} of=${data.agent} name="output" episode=${row.id} mono /><//>`}
+    ${data.grades?.length > 0 && html`<h2>How it was judged</h2>${data.grades.map((call) => html`<${Call} key=${call.id} call=${call} row=${row} />`)}`}`;
+}
+
+/** A text of an answer; where it was cut, the rest can be asked for. */
+function Part({ of, name, episode, ...how }) {
+  const where = of.of?.[name];
+  const rest = where ? (start) => path(`episodes/${episode}/text`, { of: where, size: TEXT_PAGE, start }) : undefined;
+  const value = of[name];
+  return html`<${Text} value=${typeof value === "string" ? value : json(value)} cut=${of.cut?.[name] || 0} rest=${rest} ...${how} />`;
+}
+
+/** Which turns continue one another: an outside agent may open several chains. */
+function ChainTree({ chains, turns }) {
+  const byStep = new Map(turns.map((turn) => [turn.step, turn]));
+  const known = new Set(chains.flatMap((chain) => chain.steps));
+  const roots = chains.filter((chain) => chain.from_step === null || !known.has(chain.from_step));
+  const draw = (chain, depth) => {
+    const under = depth < 50 ? chains.filter((each) => each !== chain && chain.steps.includes(each.from_step)) : [];
+    const why = byStep.get(chain.steps[0])?.new_row;
+    return html`<li key=${`${chain.chain} ${chain.steps[0]}`}><b>chain ${chain.chain}</b>${chain.from_step === null ? "" : ` after turn ${chain.from_step}${chain.shared_tokens === null ? "" : `, sharing ${plural(chain.shared_tokens, "token")}`}`}: ${chain.steps.slice(0, 60).map((step) => html`<a href=${`#turn-${step}`} onClick=${(event) => (event.preventDefault(), document.getElementById(`turn-${step}`)?.scrollIntoView())}>turn ${step}</a> `)}${chain.steps.length > 60 ? "…" : ""}${why ? html`<span class="quiet">${visible(why)}</span>` : ""}
+      ${under.length > 0 && html`<ul>${under.map((each) => draw(each, depth + 1))}</ul>`}</li>`;
+  };
+  return html`<nav class="chains" aria-label="Chains of turns"><ul>${roots.slice(0, 200).map((chain) => draw(chain, 0))}</ul></nav>`;
+}
+
+function Turn({ turn, branches, row }) {
+  const odd = turn.finish_reason && turn.finish_reason !== "stop" && turn.finish_reason !== "tool_calls";
+  return html`${turn.shared_messages > 0 && html`<li class="quiet">begins with the first ${plural(turn.shared_messages, "message")} of turn ${turn.parent_step}</li>`}
+    ${turn.messages.map((message, index) => html`<li key=${`m${turn.step}.${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
+    ${turn.messages_left_out > 0 && html`<li class="quiet">${plural(turn.messages_left_out, "more message")}</li>`}
+    <li class="turn" id=${`turn-${turn.step}`} data-part="">
+      <div class="said-by"><b>model</b> <span class="quiet">turn ${turn.step}${branches ? `, chain ${turn.chain}` : ""}, version ${turn.policy_version}, ${plural(turn.sampled_tokens, "token")}, ${seconds(turn.generate_seconds)}${turn.mean_logprob === null ? "" : `, mean logprob ${number(turn.mean_logprob, 3)}`}</span>
+        ${turn.inherited && html` <span class="tag">from its parent</span>`}
+        ${odd && html` <span class="warn">${visible(turn.finish_reason)}</span>`}
+        ${turn.new_row && html` <span class="warn">a new chain: ${visible(turn.new_row)}</span>`}
+        ${turn.why_not && html` <span class="warn">not trained on: ${visible(turn.why_not)}</span>`}
+        ${turn.rewards.map((each) => html` <span class="tag" key=${`${each.reward_set}${each.part}`}>${visible(each.part)} ${number(each.value, 3)}</span>`)}
+      </div>
+      ${turn.thought && html`<${Fold} summary=${`thought, ${plural(turn.cut?.thought || turn.thought.length, "character")}`}><${Part} of=${turn} name="thought" episode=${row.id} /><//>`}
+      ${turn.content ? html`<${Part} of=${turn} name="content" episode=${row.id} />` : !turn.calls.length && html`<${Part} of=${turn} name="text" episode=${row.id} />`}
+      ${turn.text && turn.text !== turn.content && html`<${Fold} summary="as it was sampled"><${Part} of=${turn} name="text" episode=${row.id} mono /><//>`}
+      ${turn.calls.map((call) => html`<${Call} key=${call.id} call=${call} row=${row} />`)}
+      ${turn.calls_left_out > 0 && html`<p class="quiet">${plural(turn.calls_left_out, "more call")}</p>`}
+      ${turn.annotations.length > 0 && html`<${Said} rows=${turn.annotations} />`}
+    </li>`;
+}
+
+function Message({ message, episode }) {
+  const role = ROLES[message.role] || message.role || "message";
+  return html`<div class="message"><b>${visible(role)}${message.name ? ` ${visible(message.name)}` : ""}${message.edited ? " (edited)" : ""}</b> <${Part} of=${message} name="content" episode=${episode} lines=${16} />
+    ${message.thought && html`<${Fold} summary="thought"><${Part} of=${message} name="thought" episode=${episode} /><//>`}
+    ${message.tool_calls && html`<${Part} of=${message} name="tool_calls" episode=${episode} mono lines=${12} />`}</div>`;
+}
+
+function Call({ call, row }) {
+  const code = !call.cut?.arguments && typeof call.arguments?.code === "string" && Object.keys(call.arguments).length === 1;
+  const facts = [call.status, seconds(call.seconds), call.cpu_seconds ? `${seconds(call.cpu_seconds)} of processor` : "", call.queue_seconds ? `waited ${seconds(call.queue_seconds)}` : "", call.sandbox, call.exit_code ? `exit ${call.exit_code}` : "", call.starts > 1 ? `started ${call.starts} times` : ""];
+  return html`<div class=${`call ${call.error_class ? "failed" : ""}`}>
+    <div class="said-by"><b>${visible(call.tool) || "(unreadable)"}</b> <span class="quiet">${visible(facts.filter(Boolean).join(", "))}</span>${call.error_class && html` <span class="bad">${visible(call.error_class)}</span>`}</div>
+    ${code ? html`<${Text} value=${call.arguments.code} mono />` : html`<${Part} of=${call} name="arguments" episode=${row.id} mono lines=${12} />`}
+    ${call.result !== null && call.result !== undefined ? html`<div class="result"><${Part} of=${call} name="result" episode=${row.id} mono lines=${16} /></div>` : html`<p class="quiet">${call.kind === "agent" ? "no later request told what came of it" : "no result yet"}</p>`}
+  </div>`;
+}
+
+function Said({ rows }) {
+  return html`<ul class="said-list">${rows.map((each) => html`<li key=${each.id}><span class="tag">${visible(each.source)} ${visible(each.kind)}</span> <b>${visible(each.name)}</b> <code>${visible(json(each.data)).slice(0, 2000)}</code>${each.seconds !== null && each.seconds !== undefined ? html` <span class="quiet">${seconds(each.seconds)}</span>` : ""}</li>`)}</ul>`;
+}
+
+// why
+
+function WhyView({ data, row }) {
+  const { fate, advantage } = data;
+  const untrained = data.turns.filter((turn) => turn.why_not);
+  return html`<h2>Its reward</h2>
+    ${data.rewards.length ? html`<div class="scrolls"><table><thead><tr><th scope="col">part</th><th scope="col">turn</th><th scope="col" class="number">value</th><th scope="col" class="number">weight</th><th scope="col">set</th></tr></thead><tbody>${data.rewards.map((each) => html`<tr key=${each.id}><td>${visible(each.part)}</td><td>${each.step ?? "the whole episode"}</td><td class="number">${number(each.value, 5)}</td><td class="number">${number(each.weight)}</td><td class="quiet">${visible(each.reward_set)}</td></tr>`)}</tbody></table></div>` : html`<p class="quiet">It has none.</p>`}
+    ${data.rewards_left_out > 0 && html`<p class="quiet">${plural(data.rewards_left_out, "more part")}</p>`}
+    <h2>Its advantage</h2>
+    <p>${advantage.value === null ? "It has none. " : html`<b>${number(advantage.value, 5)}</b> by ${visible(advantage.algorithm)} `}<span class="formula">${visible(advantage.how)}</span></p>
+    ${advantage.agrees === false && html`<p class="warn">Computed again from the rows it is ${number(advantage.computed, 5)}: not what the update recorded.</p>`}
+    <h2>The update that read it</h2>
+    <p><${Badge} is=${fate.fate} /> ${visible(fate.sentence)}</p>
+    ${data.read_by.map((each) => html`<p key=${`${each.run_id} ${each.iteration}`}>The update of <${Link} to=${["run", each.run_id, "iteration", each.iteration]}>iteration ${each.iteration} of ${visible(each.run)}<//>, with advantage ${number(each.advantage, 4)}${each.skipped ? ` (it took no step: ${visible(each.skipped)})` : ""}.</p>`)}
+    ${untrained.length > 0 && html`<h2>Turns that no update trains on</h2><ul>${untrained.map((turn) => html`<li key=${turn.step}>turn ${turn.step}: ${visible(turn.why_not)}</li>`)}</ul>`}
+    ${data.resources.length > 0 && html`<h2>Texts it worked with</h2><p>${data.resources.map((each) => `${visible(each.name)}@${each.version}`).join(", ")} <${Link} to=${["run", row.run_id]} query=${{ tab: "prompts" }}>all versions<//></p>`}
+    ${!exported() && html`<h2>To ask further</h2>${["verify", "why", "whatif", "rescore", "fork", "export"].filter((kind) => data.commands[kind]).map((kind) => html`<${CommandOrButton} key=${kind} line=${data.commands[kind]} kind=${ACTED.includes(kind) ? kind : null} body=${{ episode: row.id }} />`)}`}`;
+}

@@ -1,0 +1,81 @@
+// Numbers, times and texts as they are shown.
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return grouped(value);
+  const size = Math.abs(value);
+  if (size >= 1e6) return compact(value);
+  if (size >= 1000) return grouped(Math.round(value));
+  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace("e-", "e−");
+  return String(Number(value.toPrecision(digits))).replace(/^-/, "−");
+}
+
+function grouped(value) {
+  return String(value).replace(/^-/, "−").replace(/\B(?=(\d{3})+(?!\d))/g, " ");
+}
+
+export function compact(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  for (const [unit, scale] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (size >= scale) return `${Number((value / scale).toPrecision(3))}${unit}`;
+  }
+  return number(value, 3);
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${Number((value * 1000).toPrecision(2))} ms`;
+  if (value < 99.5) return `${Number(value.toPrecision(3))} s`;
+  if (value < 5970) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  return `${Number((value / 86400).toPrecision(3))} days`;
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(3))} %`;
+}
+
+const CLOCK = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
+
+export function moment(text) {
+  return text ? CLOCK.format(new Date(text)) : "–";
+}
+
+export function ago(text, now = Date.now()) {
+  if (!text) return "–";
+  const passed = Math.max(0, (now - Date.parse(text)) / 1000);
+  if (passed < 60) return `${Math.round(passed)} s ago`;
+  if (passed < 3600) return `${Math.round(passed / 60)} min ago`;
+  if (passed < 172800) return `${Math.round(passed / 3600)} h ago`;
+  return `${Math.round(passed / 86400)} days ago`;
+}
+
+export function plural(count, word) {
+  return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+}
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+
+/** What a model or a tool wrote, with each character that would not be seen, or would turn the text about, as a sign. */
+export function visible(text) {
+  return String(text ?? "").replace(HIDDEN, (char) =>
+    char < " " ? String.fromCharCode(0x2400 + char.charCodeAt(0)) : `⟨U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+  );
+}
+
+export function json(value) {
+  return typeof value === "string" ? value : JSON.stringify(value, null, 2);
+}
+
+export function median(values) {
+  const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
+  return sorted.length ? sorted[sorted.length >> 1] : null;
+}
+
+/** A name, or the last part of a path. */
+export function lastPart(name) {
+  const text = visible(name);
+  return /^(\/|\.|[a-z0-9]+:\/\/)/i.test(text) ? text.split("/").filter(Boolean).pop() || text : text;
+}

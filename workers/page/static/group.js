@@ -1,0 +1,79 @@
+// A group: its siblings side by side, where they part, what each was worth.
+
+import { html } from "./vendor/preact.js";
+import { path } from "./data.js";
+import { number, plural, visible } from "./format.js";
+import { href, useChoice } from "./route.js";
+import { Asked, Badge, Facts, Link, Select, Table, Text, useData } from "./ui.js";
+
+export function GroupPage({ group }) {
+  const found = useData(path(`groups/${group}`));
+  return html`<${Asked} of=${found} what="the group">${(data) => html`<${GroupView} data=${data} />`}<//>`;
+}
+
+function GroupView({ data }) {
+  const { group, siblings } = data;
+  const [order, setOrder] = useChoice("order", "reward");
+  const sorted = [...siblings].sort(order === "reward" ? (a, b) => (b.episode.reward ?? -Infinity) - (a.episode.reward ?? -Infinity) || a.episode.id - b.episode.id : (a, b) => a.episode.id - b.episode.id);
+  return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", group.run_id]}>${visible(group.run)}<//><${Link} to=${["run", group.run_id, "iteration", group.iteration]} rel="up">iteration ${group.iteration}<//><span>group ${group.id}</span></nav>
+    <div class="row base"><h1>Group ${group.id}</h1> <${Badge} is=${group.status} />${group.dropped ? html` <span class="warn">dropped: ${visible(group.dropped).replaceAll("_", " ")}</span>` : ""}${group.std_reward === 0 ? html` <span class="warn">flat: no variance, so nothing to learn</span>` : ""}</div>
+    <${Facts} of=${[
+      ["task", data.task?.id ? html`<${Link} to=${["run", group.run_id, "task", data.task.id]}>${visible(group.task).slice(0, 160)}<//>` : visible(group.task)],
+      ["reference", visible(group.reference).slice(0, 200)],
+      ["reward", `${number(group.mean_reward, 4)} ± ${number(group.std_reward, 3)}`],
+      ["siblings", number(siblings.length)],
+      ["worker", visible(group.worker)],
+      ["attempt", group.attempt > 1 ? number(group.attempt) : null],
+    ]} />
+    <${Siblings} rows=${sorted} />
+    <h2>Where they part</h2>
+    <${Parting} data=${data} sorted=${sorted} />
+    <div class="controls"><${Select} label="order" value=${order} onChange=${setOrder} options=${[["reward", "best first"], ["id", "as sampled"]]} /></div>
+    ${data.left_out > 0 && html`<p class="quiet">${plural(data.left_out, "more sibling")} not shown.</p>`}
+    <div class="siblings">${sorted.map((sibling) => html`<${Sibling} key=${sibling.episode.id} sibling=${sibling} at=${data.parting.at.find((each) => each.episode === sibling.episode.id)} />`)}</div>`;
+}
+
+function Siblings({ rows }) {
+  const parts = [...new Set(rows.flatMap((row) => row.parts.map((part) => part.part)))].slice(0, 12);
+  const columns = [
+    { key: "id", label: "episode", number: true, cell: ({ episode }) => html`<${Link} to=${["episode", episode.id]}>${episode.id}<//>` },
+    { key: "reward", label: "reward", number: true, cell: ({ episode }) => number(episode.reward, 4) },
+    ...parts.map((part) => ({ key: `part ${part}`, label: visible(part), number: true, cell: (row) => number(sumOf(row.parts, part), 4) })),
+    { key: "advantage", label: "advantage", number: true, cell: ({ episode }) => html`<span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : ""}>${number(episode.advantage, 4)}</span>` },
+    { key: "fate", label: "fate", cell: (row) => html`<${Badge} is=${row.fate || row.episode.status} />` },
+    { key: "answer", label: "answer", wide: true, cell: ({ episode }) => visible(episode.final_answer).slice(0, 120) || html`<span class="bad">${visible(episode.error).slice(0, 120)}</span>` },
+    { key: "turns", label: "turns", number: true, cell: ({ episode }) => number(episode.steps) },
+    { key: "tokens", label: "tokens", number: true, cell: ({ episode }) => number(episode.sampled_tokens) },
+    { key: "calls", label: "calls", number: true, cell: ({ episode }) => `${number(episode.tool_calls)}${episode.tool_errors ? ` (${episode.tool_errors} failed)` : ""}` },
+  ];
+  return html`<${Table} caption="Siblings" columns=${columns} rows=${rows} rowKey=${(row) => row.episode.id} to=${(row) => href(["episode", row.episode.id])} />`;
+}
+
+function sumOf(parts, name) {
+  const found = parts.filter((part) => part.part === name);
+  return found.length ? found.reduce((sum, part) => sum + part.value, 0) : null;
+}
+
+/** A tree of what they share: each row a sibling, each box a stretch of tokens, as wide as it is long. */
+function Parting({ data, sorted }) {
+  const { tree, common_tokens: common, common_text: text } = data.parting;
+  const end = tree.reduce((most, piece) => Math.max(most, piece.to_token), 0);
+  const tail = text ? visible(text).slice(-160) : "";
+  if (sorted.length < 2 || !end) return html`<p class="quiet">There is nothing to align.</p>`;
+  return html`<p>${common ? html`They share the first ${plural(common, "token")}${tail ? html`, which end with <code>${tail.length < visible(text).length ? "…" : ""}${tail}</code>` : "."}` : "They share no token."}</p>
+    <div class="tree">${sorted.map(({ episode }) => html`<div key=${episode.id} class="tree-row"><a href=${href(["episode", episode.id])}>${episode.id}</a><div class="tree-line">
+      ${tree.filter((piece) => piece.episodes.includes(episode.id)).map((piece) => html`<span key=${piece.from_token} class=${`shared-${Math.min(8, piece.episodes.length)}`} style=${{ left: `${(100 * piece.from_token) / end}%`, width: `${(100 * (piece.to_token - piece.from_token)) / end}%` }} title=${`${piece.episodes.length > 1 ? `shared by ${piece.episodes.length}` : "its own"}, tokens ${piece.from_token} to ${piece.to_token}: ${visible(piece.text || "").slice(0, 300)}`}></span>`)}
+    </div><span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>${number(episode.reward, 3)}</span></div>`)}</div>
+    <p class="quiet">Darker: shared by more siblings; ${number(end)} tokens across.</p>`;
+}
+
+function Sibling({ sibling, at }) {
+  const { episode } = sibling;
+  return html`<section class="sibling" data-part="" aria-label=${`Episode ${episode.id}`}>
+    <header><${Link} to=${["episode", episode.id]}><b>${episode.id}</b><//> <span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>reward ${number(episode.reward, 3)}${episode.advantage === null ? "" : `, advantage ${number(episode.advantage, 3)}`}</span></header>
+    ${at && html`<p class="parts"><span class="quiet">parts at token ${number(at.token_index)}, turn ${at.step}: </span><code><mark>${at.token_text === null ? at.token : visible(at.token_text) || "(nothing)"}</mark>${visible(at.next || "").slice(0, 90)}</code></p>`}
+    ${sibling.text.map((piece, index) => html`<div key=${index} class=${`piece ${piece.kind}`}>${piece.kind !== "sampled" && html`<span class="quiet">${visible(piece.name || piece.role || piece.kind)}</span>`}<${Text} value=${piece.text} cut=${piece.cut?.text || 0} lines=${14} mono=${piece.kind !== "message"} /></div>`)}
+    ${sibling.text_left_out > 0 && html`<p class="quiet">${plural(sibling.text_left_out, "more part")}: open the episode.</p>`}
+    ${sibling.advantage?.how && html`<p class="formula quiet">${visible(sibling.advantage.how)}</p>`}
+  </section>`;
+}

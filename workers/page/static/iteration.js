@@ -1,0 +1,121 @@
+// An iteration: its groups as a grid, its update, a scatter of any two columns of its episodes.
+
+import { html, useMemo, useRef, useState } from "./vendor/preact.js";
+import { path } from "./data.js";
+import { number, plural, seconds, visible } from "./format.js";
+import { go, href, useChoice } from "./route.js";
+import { Asked, Badge, Facts, Link, Table, useData, useWidth } from "./ui.js";
+
+const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_max", "importance_weight"];
+const SCATTER = ["reward", "advantage", "sampled_tokens", "prompt_tokens", "steps", "tool_calls", "tool_errors", "seconds", "slot", "sample"];
+
+export function IterationPage({ run, iteration }) {
+  const told = useData(path(`runs/${run}`));
+  const found = useData(path(`runs/${run}/iterations/${iteration}`));
+  const number_ = Number(iteration);
+  const name = told.data?.run.run || run;
+  return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", run]} rel="up">${visible(name)}<//><span>iteration ${iteration}</span></nav>
+    <div class="row base"><h1>Iteration ${iteration}</h1>
+      ${number_ > 1 && html`<${Link} to=${["run", run, "iteration", number_ - 1]} rel="prev">← ${number_ - 1}<//>`}
+      ${told.data && number_ < told.data.run.iterations && html`<${Link} to=${["run", run, "iteration", number_ + 1]} rel="next">${number_ + 1} →<//>`}
+    </div>
+    <${Asked} of=${found} what="the iteration">${(data) => html`<${IterationView} data=${data} />`}<//>`;
+}
+
+function IterationView({ data }) {
+  const row = data.iteration;
+  return html`<${Facts} of=${[
+      ["status", html`<${Badge} is=${row.status} />${row.skipped ? ` ${visible(row.skipped)}` : ""}`],
+      ["reward", number(row.mean_reward, 4)],
+      ["sampled by version", number(row.policy_version)],
+      ["staleness", row.staleness === null ? null : number(row.staleness)],
+      ["held out", row.eval_reward === null ? null : number(row.eval_reward, 4)],
+      ["trained on", `${number(row.trainable)} of ${plural(row.episodes, "episode")}`],
+      ["groups", `${number(row.groups)}, ${number(row.flat_groups)} flat, ${number(row.dropped_groups)} dropped${row.more_groups ? `, ${number(row.more_groups)} sampled more` : ""}`],
+      ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
+      ["tool calls", `${number(row.tool_calls)}, ${number(row.tool_errors)} failed`],
+      ["rollout", seconds(row.rollout_seconds)],
+      ["update", seconds(row.update_seconds)],
+    ]} />
+    <h2>Groups <span class="count">a dot is an episode, by its reward; ${"\u25cb"} was not trained on; a flat group has no variance</span></h2>
+    <${GroupGrid} groups=${data.groups} />
+    ${data.left_out ? html`<p class="quiet">${plural(data.left_out, "more group")} not shown.</p>` : ""}
+    <h2>Update</h2>
+    <${Updates} rows=${data.updates} />
+    <h2>Episodes, one against the other</h2>
+    <${Scatter} groups=${data.groups} />`;
+}
+
+function GroupGrid({ groups }) {
+  const rewards = groups.flatMap((group) => group.episodes.map((episode) => episode.reward)).filter(Number.isFinite);
+  const least = rewards.reduce((a, b) => Math.min(a, b), Infinity);
+  const most = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!groups.length) return html`<p class="quiet">It has no groups yet.</p>`;
+  return html`<ul class="grid">
+    ${groups.map((group) => html`<li key=${group.id} class=${`cell ${group.flat ? "flat" : ""}`} data-row=${href(["group", group.id])}>
+      <${Link} to=${["group", group.id]} title=${visible(group.task)}>${visible(group.task).slice(0, 40)}<//>
+      <div class="dots" style=${{ height: "34px" }}>${group.episodes.map((episode, index) => html`<${Dot} key=${episode.id} episode=${episode} index=${index} of=${group.episodes.length} least=${least} most=${most} />`)}</div>
+      <span class="quiet">${group.mean_reward === null ? visible(group.status) : html`${number(group.mean_reward, 3)} ± ${number(group.std_reward, 2)}`}</span>
+      ${group.dropped ? html` <span class="warn">${visible(group.dropped).replaceAll("_", " ")}</span>` : group.flat ? html` <span class="warn">flat</span>` : ""}
+      ${group.borrowed ? html` <span class="quiet">stored</span>` : ""}
+    </li>`)}
+  </ul>`;
+}
+
+function Dot({ episode, index, of, least, most }) {
+  const share = episode.reward === null ? 0 : most > least ? (episode.reward - least) / (most - least) : 0.5;
+  const what = `episode ${episode.id}: ${episode.reward === null ? episode.status : `reward ${number(episode.reward, 3)}`}${episode.advantage === null ? "" : `, advantage ${number(episode.advantage, 3)}`}${episode.fate ? `, ${episode.fate.replaceAll("_", " ")}` : ""}`;
+  const kind = episode.status === "failed" || episode.status === "infra_error" ? "failed" : episode.advantage === null || episode.advantage === 0 ? "unread" : episode.advantage > 0 ? "better" : "worse";
+  return html`<a class=${`dot ${kind}`} href=${href(["episode", episode.id])} title=${what} aria-label=${what} style=${{ left: `${(100 * (index + 0.5)) / of}%`, bottom: `${share * 24}px` }}></a>`;
+}
+
+function Updates({ rows }) {
+  if (!rows.length) return html`<p class="quiet">No update yet.</p>`;
+  const known = UPDATE_COLUMNS.filter((key) => rows.some((row) => row[key] !== null && row[key] !== undefined));
+  const columns = [{ key: "minibatch", label: "step", number: true, cell: (row) => row.minibatch + 1 }, ...known.map((key) => ({ key, label: key.replaceAll("_", " "), number: true, cell: (row) => number(row[key], 4) }))];
+  return html`<${Table} caption="Optimizer steps" columns=${columns} rows=${rows} rowKey=${(row) => row.id} />`;
+}
+
+function Scatter({ groups }) {
+  const [x, setX] = useChoice("sx", "sampled_tokens");
+  const [y, setY] = useChoice("sy", "reward");
+  const [holder, width] = useWidth();
+  const [over, setOver] = useState(null);
+  const canvas = useRef(null);
+  const points = useMemo(() => groups.flatMap((group) => group.episodes.map((episode) => ({ ...episode, slot: group.slot, group }))).filter((each) => Number.isFinite(each[x]) && Number.isFinite(each[y])), [groups, x, y]);
+  const height = 300;
+  const [xs, ys] = [rangeOf(points, x), rangeOf(points, y)];
+  const placeX = (value) => 50 + ((value - xs[0]) / (xs[1] - xs[0])) * Math.max(10, width - 70);
+  const placeY = (value) => height - 30 - ((value - ys[0]) / (ys[1] - ys[0])) * (height - 45);
+  const pickAxis = (label, value, set) => html`<label class="select"><span>${label}</span><select value=${value} onChange=${(event) => set(event.currentTarget.value)}>${SCATTER.map((key) => html`<option key=${key} value=${key} selected=${key === value}>${key.replaceAll("_", " ")}</option>`)}</select></label>`;
+  return html`<div class="controls">${pickAxis("x", x, setX)}${pickAxis("y", y, setY)}<span class="quiet" role="status">${over ? `episode ${over.id}: ${number(over[x])}, ${number(over[y])}, ${visible(over.group.task).slice(0, 60)}` : plural(points.length, "episode")}</span></div>
+    <div ref=${holder} class="scatter">
+      ${width > 0 && html`<svg ref=${canvas} width=${width} height=${height} role="img" aria-label=${`${y} by ${x} of ${points.length} episodes`}>
+        <g class="axes"><line x1="50" x2=${width - 20} y1=${height - 30} y2=${height - 30} /><line x1="50" x2="50" y1="15" y2=${height - 30} />
+          ${niceTicks(xs).map((value) => html`<text key=${`x${value}`} x=${placeX(value)} y=${height - 14} text-anchor="middle">${number(value, 3)}</text>`)}
+          ${niceTicks(ys).map((value) => html`<text key=${`y${value}`} x="44" y=${placeY(value) + 4} text-anchor="end">${number(value, 3)}</text>`)}
+          <text x=${width / 2} y=${height - 2} text-anchor="middle">${x.replaceAll("_", " ")}</text></g>
+        ${points.map((each) => html`<circle key=${each.id} class=${each.advantage > 0 ? "better" : each.advantage < 0 ? "worse" : "unread"} cx=${placeX(each[x])} cy=${placeY(each[y])} r="4.5" onMouseEnter=${() => setOver(each)} onClick=${() => go(href(["episode", each.id]))}><title>${`episode ${each.id}`}</title></circle>`)}
+      </svg>`}
+    </div>
+    <p class="legend"><span><i class="swatch better"></i>better than its group</span><span><i class="swatch worse"></i>worse</span><span><i class="swatch unread"></i>not trained on, or no variance</span></p>`;
+}
+
+function rangeOf(points, key) {
+  const values = points.map((each) => each[key]);
+  const least = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!values.length) return [0, 1];
+  const room = least === most ? 0.5 : 0.05 * (most - least);
+  return [least - room, most + room];
+}
+
+/** Some four round numbers of a range. */
+function niceTicks([least, most]) {
+  const raw = (most - least) / 4;
+  const scale = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((each) => each * scale).find((each) => each >= raw);
+  const found = [];
+  for (let tick = Math.ceil(least / step) * step; tick <= most && found.length < 20; tick += step) found.push(Number(tick.toPrecision(12)));
+  return found;
+}

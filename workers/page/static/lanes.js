@@ -1,0 +1,74 @@
+// Workers and queues over time: what each held when; where a lane is empty it idled.
+
+import { html, useState } from "./vendor/preact.js";
+import { path } from "./data.js";
+import { number, plural, seconds, visible } from "./format.js";
+import { go, href, useChoice } from "./route.js";
+import { Asked, useData, useWidth } from "./ui.js";
+
+const LANE = 26;
+const LEFT = 190;
+
+export function LanesView({ run, version, row }) {
+  const [from, setFrom] = useChoice("from");
+  const [to, setTo] = useChoice("to");
+  const found = useData(path(`runs/${run}/lanes`, { from, to }), version);
+  return html`<${Asked} of=${found} what="the workers">${(data) => html`
+    <div class="controls">
+      <span>iterations ${data.from} to ${data.to}</span>
+      <button type="button" disabled=${data.from <= 1} onClick=${() => (setFrom(String(Math.max(1, data.from - 5))), setTo(String(Math.max(1, data.from - 1))))}>← earlier</button>
+      <button type="button" disabled=${!from && !to} onClick=${() => (setFrom(""), setTo(""))}>newest</button>
+    </div>
+    <${Lanes} data=${data} run=${run} />
+    ${data.left_out ? html`<p class="quiet">${plural(data.left_out, "more piece")} of work not shown: choose fewer iterations.</p>` : ""}`}<//>`;
+}
+
+function Lanes({ data, run }) {
+  const [holder, width] = useWidth();
+  const [over, setOver] = useState(null);
+  const now = Date.now();
+  const spans = data.spans.filter((span) => span.start).map((span) => ({ ...span, a: Date.parse(span.start), b: span.end ? Date.parse(span.end) : now }));
+  if (!spans.length) return html`<p class="quiet">Nothing was worked on in these iterations.</p>`;
+  const start = Math.min(...spans.map((span) => span.a));
+  const end = Math.max(...spans.map((span) => span.b), start + 1);
+  const place = (at) => LEFT + ((at - start) / (end - start)) * Math.max(50, width - LEFT - 10);
+  const height = data.lanes.length * LANE + 30;
+  return html`<div ref=${holder} class="lanes">
+      ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`${data.lanes.length} workers over ${seconds((end - start) / 1000)}`}>
+        ${data.lanes.map((lane, index) => html`<g key=${`${lane.queue} ${lane.worker}`}>
+          <text x="0" y=${index * LANE + 17}>${lane.queue} ${visible(lane.worker).slice(0, 22)}</text>
+          <rect class="idle" x=${LEFT} y=${index * LANE + 3} width=${Math.max(0, width - LEFT - 10)} height=${LANE - 6} />
+        </g>`)}
+        ${spans.map((span, index) => html`<rect key=${index} class=${`work w-${span.kind} is-${span.status}`} x=${place(span.a)} y=${span.lane * LANE + 4} width=${Math.max(1, place(span.b) - place(span.a))} height=${LANE - 8} onMouseEnter=${() => setOver(span)} onClick=${() => openSpan(span, run)} />`)}
+        ${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<text key=${share} class="tick" x=${place(start + share * (end - start))} y=${height - 8} text-anchor=${share === 1 ? "end" : share ? "middle" : "start"}>${seconds((share * (end - start)) / 1000)}</text>`)}
+      </svg>`}
+    </div>
+    <p class="legend"><span><i class="swatch w-group"></i>rollout of a group</span><span><i class="swatch w-update"></i>update</span><span><i class="swatch w-call"></i>tool call</span><span><i class="swatch w-agent"></i>agent</span><span><i class="swatch idle"></i>idle</span></p>
+    <p class="quiet" role="status">${over ? `${over.kind} ${over.id} of iteration ${over.iteration}: ${seconds((over.b - over.a) / 1000)}, ${over.end ? over.status : "still"}` : busyShares(data.lanes, spans, start, end)}</p>`;
+}
+
+function openSpan(span, run) {
+  if (span.kind === "group") go(href(["group", span.id]));
+  else go(href(["run", run, "iteration", span.iteration]));
+}
+
+/** How much of the time each queue had something to do, on the mean over its lanes. */
+function busyShares(lanes, spans, start, end) {
+  const queues = new Map();
+  lanes.forEach((lane, index) => {
+    const busy = coveredMs(spans.filter((span) => span.lane === index));
+    const sum = queues.get(lane.queue) || { busy: 0, lanes: 0 };
+    queues.set(lane.queue, { busy: sum.busy + busy, lanes: sum.lanes + 1 });
+  });
+  return [...queues].map(([queue, { busy, lanes: count }]) => `${queue}: ${plural(count, "worker")}, busy ${number(Math.round((100 * busy) / count / (end - start)))} %`).join(" · ");
+}
+
+function coveredMs(spans) {
+  let covered = 0;
+  let reached = -Infinity;
+  for (const span of [...spans].sort((one, other) => one.a - other.a)) {
+    covered += Math.max(0, span.b - Math.max(span.a, reached));
+    reached = Math.max(reached, span.b);
+  }
+  return covered;
+}

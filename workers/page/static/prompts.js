@@ -1,0 +1,68 @@
+// The texts that a run works with, version by version, what they earned, and what two versions differ in.
+
+import { html } from "./vendor/preact.js";
+import { path } from "./data.js";
+import { number, visible } from "./format.js";
+import { useChoice } from "./route.js";
+import { Asked, Fold, More, Table, Text, useData, useMore } from "./ui.js";
+
+const MOST_LINES = 1500;
+
+export function PromptsView({ run, version }) {
+  const found = useData(path(`runs/${run}/prompts`), version);
+  const [a, setA] = useChoice("a");
+  const [b, setB] = useChoice("b");
+  return html`<${Asked} of=${found} what="the prompts">${(data) => {
+    const byId = new Map(data.rows.map((row) => [String(row.id), row]));
+    const pick = (row) => (String(row.id) === a ? setA("") : !a ? setA(String(row.id)) : setB(String(row.id)));
+    const columns = [
+      { key: "name", label: "text", cell: (row) => `${visible(row.name)} @${row.version}` },
+      { key: "from", label: "from", number: true, cell: (row) => (row.parent_version === null ? "–" : `@${row.parent_version}`) },
+      { key: "chosen", label: "", cell: (row) => (row.chosen ? html`<span class="good">chosen</span>` : "") },
+      { key: "choose", label: "on what chooses", number: true, cell: (row) => number(row.choose_reward, 4) },
+      { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 4) },
+      { key: "episodes", label: "episodes", number: true, cell: (row) => number(row.episodes_done) },
+      { key: "note", label: "note", cell: (row) => visible(row.note).slice(0, 120) },
+      { key: "text", label: "begins", wide: true, cell: (row) => html`<${Fold} summary=${visible(row.text).slice(0, 100)}><${Text} value=${row.text} mono /><//>` },
+      { key: "diff", label: "difference", cell: (row) => html`<button type="button" aria-pressed=${String(row.id) === a || String(row.id) === b} onClick=${() => pick(row)}>${String(row.id) === a ? "A" : String(row.id) === b ? "B" : a ? "as B" : "as A"}</button>` },
+    ];
+    return html`${data.held_out && html`<${HeldOut} of=${data.held_out} />`}
+      <${Table} caption="Versions of its texts" columns=${columns} rows=${data.rows} rowKey=${(row) => row.id} />
+      ${byId.get(a) && byId.get(b) && html`<h2>From @${byId.get(a).version} to @${byId.get(b).version}</h2><${LineDiff} one=${byId.get(a).text} other=${byId.get(b).text} />`}
+      <${Critic} run=${run} version=${version} />`;
+  }}<//>`;
+}
+
+function HeldOut({ of }) {
+  const entries = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object");
+  if (!entries.length) return null;
+  return html`<h2>On tasks that no choice was made on</h2><dl class="facts">${entries.map(([name, value]) => html`<div key=${name}><dt>${name.replaceAll("_", " ")}</dt><dd>${typeof value === "number" ? number(value, 4) : visible(value)}</dd></div>`)}</dl>`;
+}
+
+function LineDiff({ one, other }) {
+  return html`<pre class="diff">${diffLines(visible(one).split("\n").slice(0, MOST_LINES), visible(other).split("\n").slice(0, MOST_LINES)).map(([sign, line], index) => html`<span key=${index} class=${sign === "+" ? "added" : sign === "-" ? "removed" : ""}>${sign} ${line}\n</span>`)}</pre>`;
+}
+
+/** Lines of both, by their longest common subsequence: [" " | "-" | "+", line]. */
+export function diffLines(one, other) {
+  const longest = Array.from({ length: one.length + 1 }, () => new Uint32Array(other.length + 1));
+  for (let i = one.length - 1; i >= 0; i -= 1) for (let j = other.length - 1; j >= 0; j -= 1) longest[i][j] = one[i] === other[j] ? longest[i + 1][j + 1] + 1 : Math.max(longest[i + 1][j], longest[i][j + 1]);
+  const found = [];
+  let [i, j] = [0, 0];
+  while (i < one.length || j < other.length) {
+    if (i < one.length && j < other.length && one[i] === other[j]) found.push([" ", one[(i += 1) - 1]]), (j += 1);
+    else if (i < one.length && (j >= other.length || longest[i + 1][j] >= longest[i][j + 1])) found.push(["-", one[(i += 1) - 1]]);
+    else found.push(["+", other[(j += 1) - 1]]);
+  }
+  return found;
+}
+
+function Critic({ run, version }) {
+  const found = useMore(path(`runs/${run}/critic-calls`, { size: 20 }), version);
+  if (!found.rows.length) return null;
+  return html`<h2>What the critic was asked, and said</h2>
+    ${found.rows.map((row) => html`<${Fold} key=${row.id} summary=${`${visible(row.model)}: ${visible(row.answer).slice(0, 140)}`}>
+      ${(row.messages || []).map((message, index) => html`<div key=${index} class="message"><b>${visible(message.role)}</b><${Text} value=${message.content} lines=${12} /></div>`)}
+      <div class="message"><b>answer</b><${Text} value=${row.answer} /></div>
+    <//>`)}<${More} of=${found} />`;
+}

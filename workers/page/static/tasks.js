@@ -1,0 +1,59 @@
+// The tasks of a run, each over the iterations: solved when, or never; its best and worst episodes.
+
+import { html } from "./vendor/preact.js";
+import { Chart, Sparkline } from "./chart.js";
+import { exported, path } from "./data.js";
+import { json, number, visible } from "./format.js";
+import { href, useChoice } from "./route.js";
+import { Asked, Facts, Fold, Link, More, Search, Table, Text, useData, useMore } from "./ui.js";
+
+export function TasksView({ run, version }) {
+  const [text, setText] = useChoice("text");
+  const [sort, setSort] = useChoice("sort");
+  const found = useMore(path(`runs/${run}/tasks`, { text, sort, size: 25 }), version);
+  return html`${!exported() && html`<div class="controls"><${Search} value=${text} onChange=${setText} label="In the task's key" /></div>`}
+    <${Asked} of=${found} what="the tasks">${() => html`<${Table} caption="Tasks" columns=${taskColumns(run)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => href(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task is so." /><${More} of=${found} />`}<//>`;
+}
+
+function taskColumns(run) {
+  return [
+    { key: "task", label: "task", wide: true, cell: (row) => html`<${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 100)}<//>` },
+    { key: "reference", label: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
+    { key: "role", label: "role", cell: (row) => visible(row.role) },
+    { key: "groups", label: "seen", number: true, cell: (row) => number(row.groups) },
+    { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },
+    { key: "points", label: "over iterations", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
+    { key: "last", label: "last", number: true, cell: (row) => number(row.last_reward, 3) },
+    { key: "solved", label: "solved", cell: (row) => (row.first_solved ? html`<span class="good">at iteration ${row.first_solved}</span>` : row.groups ? html`<span class="warn">never</span>` : "–") },
+    { key: "best", label: "best", cell: (row) => episodeLink(row.best) },
+    { key: "worst", label: "worst", cell: (row) => episodeLink(row.worst) },
+  ];
+}
+
+function episodeLink(found) {
+  return found ? html`<${Link} to=${["episode", found.episode]}>${found.episode}<//> ${number(found.reward, 3)}` : "–";
+}
+
+export function TaskPage({ run, task }) {
+  const told = useData(path(`runs/${run}`));
+  const found = useData(path(`runs/${run}/tasks/${task}`));
+  return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", run]}>${visible(told.data?.run.run || run)}<//><${Link} to=${["run", run]} query=${{ tab: "tasks" }} rel="up">tasks<//></nav>
+    <${Asked} of=${found} what="the task">${(data) => html`<h1>${visible(data.task).slice(0, 200)}</h1>
+      <${Facts} of=${[
+        ["reference", visible(data.reference).slice(0, 400)],
+        ["role", visible(data.role)],
+        ["solved", html`<span title=${visible(data.solved_means)}>${data.first_solved ? `first at iteration ${data.first_solved}` : data.never_solved ? "never" : "–"}</span>`],
+        ["best", episodeLink(data.best)],
+        ["worst", episodeLink(data.worst)],
+      ]} />
+      ${(data.messages || []).map((message, index) => html`<div key=${index} class="message"><b>${visible(message.role)}</b> <${Text} value=${typeof message.content === "string" ? message.content : json(message.content)} cut=${message.cut?.content || 0} /></div>`)}
+      ${data.metadata && Object.keys(data.metadata).length > 0 && html`<${Fold} summary="metadata"><${Text} value=${json(data.metadata)} mono /><//>`}
+      ${data.points?.length > 1 && html`<div class="charts"><${Chart} title="mean reward" lines=${[{ label: "reward", color: "--line-1", x: data.points.map(([x]) => x), y: data.points.map(([, y]) => y) }]} /></div>`}
+      <h2>Each time</h2>
+      <${Table} caption="Groups of the task" rows=${data.groups} rowKey=${(row) => row.id} to=${(row) => href(["group", row.id])} empty="It was not sampled yet." columns=${[
+        { key: "iteration", label: "iteration", number: true, cell: (row) => row.iteration },
+        { key: "id", label: "group", number: true, cell: (row) => html`<${Link} to=${["group", row.id]}>${row.id}<//>` },
+        { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },
+        { key: "episodes", label: "episodes", wide: true, cell: (row) => row.episodes.map((each) => html`<${Link} key=${each.id} to=${["episode", each.id]} class="tag">${number(each.reward, 3)}<//> `) },
+      ]} />`}<//>`;
+}

@@ -1,0 +1,196 @@
+// The token strip: each token in the colour of a number, what was only read dimmed, with a chart by position.
+
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
+import { Chart } from "./chart.js";
+import { ask, path } from "./data.js";
+import { number, plural, visible } from "./format.js";
+import { useChoice } from "./route.js";
+import { Problem, Select } from "./ui.js";
+
+const PAGE = 4096;
+const BLOCK = 256;
+const SHADES = 9;
+const MOST_CHART_POINTS = 8000;
+const MOST_TOKENS = 65536;
+
+export function TokensView({ episode, row }) {
+  const strip = useStrip(episode);
+  const [color, setColor] = useChoice("color", "logprob");
+  const [only, setOnly] = useChoice("only");
+  const [at, setAt] = useState(null);
+  const words = useMemo(() => colouring(strip, color), [strip.ids.length, color]);
+  const segments = useMemo(() => strip.segments, [strip.ids.length]);
+  const pick = useHover(setAt, strip.ids.length);
+  if (strip.error && !strip.ids.length) return html`<${Problem} error=${strip.error} />`;
+  const metrics = strip.metrics || [];
+  const chosen = metrics.find((each) => each.name === color);
+  return html`<div class="controls">
+      <${Select} label="colour" value=${color} onChange=${setColor} options=${metrics.length ? metrics.map((each) => [each.name, `${each.name}${each.source === "missing" ? " (not stored)" : ""}`]) : [["logprob", "logprob"]]} />
+      <label><input type="checkbox" checked=${Boolean(only)} onChange=${(event) => setOnly(event.currentTarget.checked ? "1" : "")} /> only what was sampled</label>
+      <${Scale} words=${words} />
+      <span class="quiet" role="status">${strip.done ? plural(strip.total, "token") : strip.ids.length >= MOST_TOKENS ? `the first ${number(strip.ids.length)} of ${number(strip.total)} tokens` : `reading ${number(strip.ids.length)} of ${number(strip.total)}…`}</span>
+    </div>
+    ${chosen?.how && html`<p class="quiet">${visible(chosen.name)}: ${visible(chosen.source)}. ${visible(chosen.how)}</p>`}
+    ${strip.why_no_texts && html`<p class="quiet">${visible(strip.why_no_texts)} Each token is shown by its number.</p>`}
+    <${TokenChart} strip=${strip} color=${color} words=${words} />
+    <div class="strip-tools"><${TokenFacts} strip=${strip} at=${at} color=${color} /></div>
+    <div class=${`strip ${only ? "only-sampled" : ""}`} ...${pick} tabindex="0" role="group" aria-label="Tokens: left and right move, the line above tells of each">
+      ${segments.map((segment) => html`<${Segment} key=${segment.start} segment=${segment} strip=${strip} words=${words} hidden=${Boolean(only) && segment.kind !== "sampled"} />`)}
+    </div>
+    <p class="quiet">${number(row.prompt_tokens)} tokens were read and ${number(row.sampled_tokens)} sampled. What was only read is dimmed; so is what no update trains on, with a line under it.</p>`;
+}
+
+function useStrip(episode) {
+  const [strip, setStrip] = useState({ ids: [], texts: [], logprobs: [], segments: [], total: 0, done: false, error: null, metrics: [] });
+  useEffect(() => {
+    const stop = new AbortController();
+    readStrip(episode, stop.signal, setStrip).catch((error) => error.name !== "AbortError" && setStrip((now) => ({ ...now, error })));
+    return () => stop.abort();
+  }, [episode]);
+  return strip;
+}
+
+async function readStrip(episode, signal, told) {
+  const found = { ids: [], texts: [], logprobs: [], segments: [], metrics: [], total: 0, advantages: [] };
+  do {
+    const page = await ask(path(`episodes/${episode}/tokens`, { start: found.ids.length, size: PAGE }), { signal });
+    if (!page.ids.length) {
+      told({ ...found, metrics: page.metrics, why_no_texts: page.why_no_texts, total: found.ids.length, done: true, error: null });
+      break;
+    }
+    found.ids.push(...page.ids);
+    found.texts.push(...(page.texts || page.ids.map((id) => ` ${id}`)));
+    found.logprobs.push(...page.logprobs);
+    if (page.advantages) found.advantages.push(...page.advantages);
+    addSegments(found.segments, page.segments);
+    Object.assign(found, { total: page.total, metrics: page.metrics, why_no_texts: page.why_no_texts });
+    told({ ...found, segments: [...found.segments], done: found.ids.length >= page.total, error: null });
+  } while (found.ids.length < Math.min(found.total, MOST_TOKENS));
+}
+
+/** Adds a page's pieces; one that began on the page before goes on. */
+function addSegments(all, pieces) {
+  for (const piece of pieces) {
+    const last = all[all.length - 1];
+    if (last && last.step === piece.step && last.kind === piece.kind && last.chain === piece.chain && last.end === piece.start) all[all.length - 1] = { ...last, end: piece.end };
+    else all.push(piece);
+  }
+}
+
+/** The value of a token under a colouring; null where it has none. */
+function valueAt(strip, segment, index, color) {
+  if (color === "advantage") return strip.advantages[index] ?? segment.advantage ?? null;
+  if (segment.kind !== "sampled") return null;
+  return color === "logprob" ? strip.logprobs[index] : null;
+}
+
+/** How values become shades: of logprobs from likely to surprising, of advantages from worse over 0 to better. */
+function colouring(strip, color) {
+  const values = strip.segments.flatMap((segment) => (segment.kind === "sampled" ? Array.from({ length: segment.end - segment.start }, (_, index) => valueAt(strip, segment, segment.start + index, color)) : [])).filter(Number.isFinite);
+  const most = values.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
+  if (color === "advantage") return { kind: "diverging", most: most || 1, shade: (value) => (value === null ? "" : value >= 0 ? `up-${shadeOf(value / (most || 1))}` : `down-${shadeOf(-value / (most || 1))}`) };
+  const limit = Math.min(Math.max(most, 1), 8);
+  return { kind: "surprise", most: limit, shade: (value) => (value === null || value === undefined ? "" : `odd-${shadeOf(-value / limit)}`) };
+}
+
+function shadeOf(share) {
+  return Math.max(0, Math.min(SHADES - 1, Math.round(share * (SHADES - 1))));
+}
+
+function Scale({ words }) {
+  const shades = Array.from({ length: SHADES }, (_, index) => index);
+  if (words.kind === "diverging") return html`<span class="scale">${number(-words.most, 3)} ${[...shades].reverse().map((each) => html`<i key=${`d${each}`} class=${`down-${each}`}></i>`)}${shades.map((each) => html`<i key=${`u${each}`} class=${`up-${each}`}></i>`)} ${number(words.most, 3)}</span>`;
+  return html`<span class="scale">likely ${shades.map((each) => html`<i key=${each} class=${`odd-${each}`}></i>`)} surprising (${number(-words.most, 3)} or less)</span>`;
+}
+
+function Segment({ segment, strip, words, hidden }) {
+  if (hidden) return null;
+  const blocks = [];
+  for (let start = segment.start; start < segment.end; start += BLOCK) blocks.push([start, Math.min(segment.end, start + BLOCK)]);
+  const kind = segment.kind === "sampled" ? (segment.trains ? "sampled" : "untrained") : "read";
+  return html`<span class=${`segment ${kind}`} title=${!segment.trains && segment.kind === "sampled" && segment.why_not ? `not trained on: ${visible(segment.why_not)}` : undefined}>
+    ${segment.kind === "sampled" && html`<span class="turn-mark" aria-hidden="true">turn ${segment.step}</span>`}
+    ${blocks.map(([start, end]) => html`<${Block} key=${start} start=${start} end=${end} segment=${segment} strip=${strip} words=${words} />`)}
+  </span>`;
+}
+
+/** 256 tokens, drawn only near what is looked at: before and after, a place of the same height. */
+function Block({ start, end, segment, strip, words }) {
+  const holder = useRef(null);
+  const [near, setNear] = useState(start < 4 * BLOCK);
+  const height = useRef(0);
+  useEffect(() => {
+    const look = new IntersectionObserver(([entry]) => {
+      if (!entry.isIntersecting) height.current = holder.current?.offsetHeight || height.current;
+      setNear(entry.isIntersecting);
+    }, { rootMargin: "600px" });
+    look.observe(holder.current);
+    return () => look.disconnect();
+  }, []);
+  if (!near) return html`<span ref=${holder} class="block far" style=${{ height: `${height.current || 22 * Math.ceil((end - start) / 20)}px` }}></span>`;
+  const tokens = [];
+  for (let index = start; index < end; index += 1) tokens.push(html`<span key=${index} class=${`t ${words.shade(valueAt(strip, segment, index, words.kind === "diverging" ? "advantage" : "logprob"))}`} data-i=${index}>${tokenText(strip.texts[index])}</span>`);
+  return html`<span ref=${holder} class="block">${tokens}</span>`;
+}
+
+function tokenText(text) {
+  return text === "" ? "" : visible(text).replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
+}
+
+function useHover(setAt, count) {
+  const mark = (index, move = false) => {
+    if (index === null || index < 0 || index >= count) return;
+    document.querySelector(".strip .t.here")?.classList.remove("here");
+    const token = document.querySelector(`.strip .t[data-i="${index}"]`);
+    token?.classList.add("here");
+    if (move) token?.scrollIntoView({ block: "nearest" });
+    setAt(index);
+  };
+  const now = useRef(0);
+  const over = (event) => {
+    const index = event.target.dataset?.i;
+    if (index !== undefined) mark((now.current = Number(index)));
+  };
+  const press = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 20, ArrowUp: -20 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    now.current = Math.max(0, Math.min(count - 1, now.current + by));
+    mark(now.current, true);
+  };
+  return { onMouseOver: over, onClick: over, onKeyDown: press };
+}
+
+function TokenFacts({ strip, at }) {
+  if (at === null) return html`<p class="token-facts quiet" aria-live="polite">Point at a token, or walk with the arrow keys.</p>`;
+  const segment = strip.segments.find((each) => each.start <= at && at < each.end) || {};
+  const logprob = strip.logprobs[at];
+  const advantage = strip.advantages[at] ?? segment.advantage;
+  return html`<p class="token-facts" aria-live="polite"><b>${number(at)}</b> id ${strip.ids[at]} <code>${JSON.stringify(visible(strip.texts[at]))}</code>
+    ${segment.kind === "sampled" ? html` turn ${segment.step}${logprob === null || logprob === undefined ? "" : html`, logprob ${number(logprob, 4)}, probability ${number(Math.exp(logprob), 3)}`}${advantage === null || advantage === undefined ? "" : `, advantage ${number(advantage, 4)}`}${segment.why_not ? html`, <span class="warn">not trained on: ${visible(segment.why_not)}</span>` : ""}` : html` <span class="quiet">read, not sampled: masked in the loss</span>`}</p>`;
+}
+
+/** The chosen number by position; of a long strip each piece's least. */
+function TokenChart({ strip, color }) {
+  const line = useMemo(() => chartLine(strip, color), [strip.ids.length, color]);
+  if (!line.y.some(Number.isFinite)) return null;
+  return html`<${Chart} title=${color} note="by position" lines=${[{ label: color, color: "--line-1", ...line }]} xLabel="token" sync="tokens" height=${110} bare />`;
+}
+
+function chartLine(strip, color) {
+  const step = Math.max(1, Math.ceil(strip.ids.length / MOST_CHART_POINTS));
+  const x = [];
+  const y = [];
+  for (const segment of strip.segments) {
+    for (let start = segment.start; start < segment.end; start += step) {
+      let least = null;
+      for (let index = start; index < Math.min(segment.end, start + step); index += 1) {
+        const value = valueAt(strip, segment, index, color);
+        if (Number.isFinite(value) && (least === null || value < least)) least = value;
+      }
+      x.push(start);
+      y.push(least);
+    }
+  }
+  return { x, y };
+}

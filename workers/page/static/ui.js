@@ -1,0 +1,251 @@
+// What all views are made of: asked data, links, tables, tabs, folded texts, words for states.
+
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
+import { ask, exported } from "./data.js";
+import { ago, moment, number, visible } from "./format.js";
+import { go, href, readRoute } from "./route.js";
+
+const AGAIN_MS = 3000;
+const kept = new Map();
+const MOST_KEPT = 60;
+
+/** What is asked: {data, error, loading}. While `version` changes the last answer stays; after a failure it is asked again. */
+export function useData(asked, version = 0, how = ask) {
+  const [state, setState] = useState(() => ({ asked, data: asked ? kept.get(asked) : undefined, error: null, loading: true }));
+  const [again, setAgain] = useState(0);
+  useEffect(() => {
+    if (!asked) return undefined;
+    const stop = new AbortController();
+    let timer = 0;
+    setState((now) => (now.asked === asked ? { ...now, loading: true } : { asked, data: kept.get(asked), error: null, loading: true }));
+    how(asked, { signal: stop.signal }).then(
+      (data) => {
+        keep(asked, data);
+        setState({ asked, data, error: null, loading: false });
+      },
+      (error) => {
+        if (error.name === "AbortError") return;
+        setState((now) => ({ asked, data: now.asked === asked ? now.data : undefined, error, loading: false }));
+        if (error.status === 0 || error.status === 503) timer = setTimeout(() => setAgain((count) => count + 1), AGAIN_MS);
+      },
+    );
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [asked, version, again]);
+  return state.asked === asked ? state : { data: asked ? kept.get(asked) : undefined, error: null, loading: true };
+}
+
+function keep(asked, data) {
+  kept.delete(asked);
+  kept.set(asked, data);
+  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+}
+
+/** Shows `children(data)` once there is an answer; before it a place that keeps its height, after a failure what is so. */
+export function Asked({ of, what = "", children }) {
+  if (of.data === undefined && of.error) return html`<${Problem} error=${of.error} />`;
+  if (of.data === undefined) return html`<p class="waits" role="status">Reading ${what}…</p>`;
+  return html`${of.error && html`<${Problem} error=${of.error} small />`}${children(of.data)}`;
+}
+
+export function Problem({ error, small = false }) {
+  return html`<div class=${`problem ${small ? "small" : ""}`} role="alert">
+    <strong>${visible(error.message)}</strong> ${error.hint && html`<span>${visible(error.hint)}</span>`}
+  </div>`;
+}
+
+export function Link({ to, query, children, ...rest }) {
+  return html`<a href=${href(to, query)} ...${rest}>${children}</a>`;
+}
+
+/** Tabs whose choice stands in the address. */
+export function Tabs({ name, tabs, chosen }) {
+  const { parts, query } = readRoute();
+  return html`<nav class="tabs" aria-label=${name}>
+    ${tabs.map(
+      ([key, label, count]) => html`<a
+        key=${key}
+        href=${href(parts, { ...pickKept(query), [name]: key === tabs[0][0] ? undefined : key })}
+        aria-current=${key === chosen ? "page" : undefined}
+        >${label}${count !== undefined && html` <span class="count">${number(count)}</span>`}</a
+      >`,
+    )}
+  </nav>`;
+}
+
+function pickKept(query) {
+  return query.with ? { with: query.with } : {};
+}
+
+export function Badge({ is, title }) {
+  return html`<span class=${`badge is-${String(is).replace(/[^a-z_]/g, "")}`} title=${title}>${visible(is).replaceAll("_", " ")}</span>`;
+}
+
+export function When({ at }) {
+  return html`<time datetime=${at} title=${moment(at)}>${ago(at)}</time>`;
+}
+
+export function Copy({ text, label = "copy" }) {
+  const [done, setDone] = useState(false);
+  const copy = async () => {
+    await writeClipboard(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<button class="copy" type="button" onClick=${copy} aria-label=${`Copy: ${text.slice(0, 100)}`}>${done ? "copied" : label}</button>`;
+}
+
+async function writeClipboard(text) {
+  if (navigator.clipboard && isSecureContext) return navigator.clipboard.writeText(text);
+  const holder = document.createElement("textarea");
+  holder.value = text;
+  document.body.append(holder);
+  holder.select();
+  document.execCommand("copy"); // eslint: the only way where the page is not served over TLS or from this machine
+  holder.remove();
+  return undefined;
+}
+
+export function Command({ line, action }) {
+  return html`<div class="command"><code>${visible(line)}</code><${Copy} text=${line} />${action}</div>`;
+}
+
+/** A text as somebody wrote it: characters that would not be seen are shown, a long one is folded. */
+export function Text({ value, cut = 0, rest, lines = 24, mono = false }) {
+  const [open, setOpen] = useState(false);
+  const [more, setMore] = useState("");
+  const [error, setError] = useState(null);
+  const text = visible(value) + visible(more);
+  const folds = !open && (text.length > 90 * lines || text.split("\n", lines + 1).length > lines);
+  const fetchRest = async () => {
+    try {
+      const found = await ask(rest(String(value).length + more.length));
+      setMore(more + found.text);
+    } catch (problem) {
+      setError(problem);
+    }
+  };
+  const left = cut ? cut - String(value).length - more.length : 0;
+  return html`<div class=${`text ${mono ? "mono" : ""} ${folds ? "folded" : ""}`}>
+    <pre>${folds ? text.slice(0, 120 * lines) : text}</pre>
+    ${folds && html`<button type="button" class="more" onClick=${() => setOpen(true)}>show all ${number(cut || text.length)} characters</button>`}
+    ${!folds && left > 0 && rest && html`<button type="button" class="more" onClick=${fetchRest}>next ${number(Math.min(left, 200000))} of ${number(left)} characters</button>`}
+    ${!folds && left > 0 && !rest && html`<p class="quiet">${number(left)} more characters.</p>`}
+    ${error && html`<${Problem} error=${error} small />`}
+  </div>`;
+}
+
+export function Fold({ summary, open = false, children }) {
+  const [shown, setShown] = useState(open);
+  return html`<details open=${open} onToggle=${(event) => setShown(event.currentTarget.open)}>
+    <summary>${summary}</summary>
+    ${shown && children}
+  </details>`;
+}
+
+/** A table whose rows are found with j and k. `columns`: [{key, label, title, cell(row), number, sort}]. */
+export function Table({ columns, rows, rowKey, to, sort, onSort, caption, empty = "Nothing here." }) {
+  if (!rows.length) return html`<p class="quiet">${empty}</p>`;
+  return html`<div class="scrolls" tabindex="0" role="region" aria-label=${caption}>
+    <table>
+      <caption class="unseen">${caption}</caption>
+      <thead>
+        <tr>
+          ${columns.map((column) => html`<${ColumnHead} key=${column.key} column=${column} sort=${sort} onSort=${onSort} />`)}
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map((row) => html`<tr key=${rowKey(row)} data-row=${to ? to(row) : undefined}>${columns.map((column) => html`<td key=${column.key} class=${column.number ? "number" : column.wide ? "wide" : ""}>${column.cell(row)}</td>`)}</tr>`)}
+      </tbody>
+    </table>
+  </div>`;
+}
+
+function ColumnHead({ column, sort, onSort }) {
+  const kind = column.number ? "number" : "";
+  if (!column.sort || !onSort) return html`<th scope="col" class=${kind} title=${column.title}>${column.label}</th>`;
+  const word = (sort || "").replace(/^-/, "");
+  const is = word !== column.sort ? undefined : sort.startsWith("-") ? "ascending" : "descending";
+  const next = is === "descending" ? `-${column.sort}` : column.sort;
+  return html`<th scope="col" class=${kind} title=${column.title} aria-sort=${is}>
+    <button type="button" onClick=${() => onSort(next)}>${column.label}<span aria-hidden="true">${is === "ascending" ? " ↑" : is ? " ↓" : ""}</span></button>
+  </th>`;
+}
+
+/** A list that is read page after page. */
+export function useMore(asked, version = 0) {
+  const first = useData(asked, version);
+  const [more, setMore] = useState({ asked: "", rows: [], next: "", error: null });
+  const rest = more.asked === asked ? more : { rows: [], next: null, error: null };
+  const next = rest.next === null ? first.data?.next : rest.next;
+  const fetchMore = useCallback(async () => {
+    try {
+      const page = await ask(`${asked}${asked.includes("?") ? "&" : "?"}cursor=${encodeURIComponent(next)}`);
+      setMore({ asked, rows: [...rest.rows, ...page.rows], next: page.next, error: null });
+    } catch (error) {
+      setMore({ ...rest, asked, next, error });
+    }
+  }, [asked, next, rest.rows.length]);
+  return { ...first, rows: [...(first.data?.rows || []), ...rest.rows], next, fetchMore, moreError: rest.error };
+}
+
+export function More({ of }) {
+  if (of.moreError) return html`<${Problem} error=${of.moreError} small />`;
+  if (!of.next) return null;
+  if (exported()) return html`<p class="quiet">The rest is not in this file.</p>`;
+  return html`<button type="button" class="more" onClick=${of.fetchMore}>show more</button>`;
+}
+
+/** A text field whose content is told half a second after the last key. */
+export function Search({ value, onChange, label, id }) {
+  const [text, setText] = useState(value);
+  const timer = useRef(0);
+  useEffect(() => setText(value), [value]);
+  const change = (event) => {
+    const typed = event.currentTarget.value;
+    setText(typed);
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => onChange(typed), 300);
+  };
+  return html`<input type="search" class="search" id=${id} value=${text} onInput=${change} placeholder=${label} aria-label=${label} data-search="" />`;
+}
+
+export function Select({ value, options, onChange, label }) {
+  return html`<label class="select"><span>${label}</span>
+    <select value=${value} onChange=${(event) => onChange(event.currentTarget.value)}>
+      ${options.map(([key, text]) => html`<option key=${key} value=${key} selected=${key === value}>${text}</option>`)}
+    </select></label>`;
+}
+
+export function Facts({ of }) {
+  const given = of.filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return html`<dl class="facts">${given.map(([name, value, title]) => html`<div key=${name} title=${title}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+}
+
+/** The width that an element has now, for what is drawn in pixels. */
+export function useWidth() {
+  const holder = useRef(null);
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const look = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    look.observe(holder.current);
+    setWidth(Math.floor(holder.current.getBoundingClientRect().width));
+    return () => look.disconnect();
+  }, []);
+  return [holder, width];
+}
+
+export function openAt(address) {
+  go(address);
+  scrollTo(0, 0);
+}
+
+export function download(name, text, type) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}

@@ -1,0 +1,120 @@
+"""Two evaluations side by side: what of them may be compared, and what else than the policies may explain a difference."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.runtime.shown_text import cell
+from agentrl.workflow.stats.paired_test import PairedComparison, compare_paired
+from agentrl.workflow.store.driver_reader import Queryable
+from agentrl.workflow.store.reads import eval_results
+
+Row = Mapping[str, Any]
+
+SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
+"""Likeness of the rewards of two evaluations: the same; the same parts and weights by other code; other parts or weights."""
+MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
+"""What is told of a comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Two evaluations as rows, with what each made of its tasks.
+
+    Args:
+        means: task -> mean reward on each side; None where it has no done episode.
+        rights: task -> share of right episodes on each side; empty if no reward says what is right.
+    """
+
+    one: Row
+    other: Row
+    means: tuple[Mapping[int, float | None], Mapping[int, float | None]]
+    rights: tuple[Mapping[int, float], Mapping[int, float]]
+
+    @property
+    def rewards(self) -> int:
+        """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        return compare_rewards(self.one, self.other)
+
+    def compare_means(self, seed: int = 0) -> PairedComparison:
+        """The difference of their rewards on the tasks that both have a reward for."""
+        first, second = ({task: mean for task, mean in side.items() if mean is not None} for side in self.means)
+        return compare_paired(first, second, seed)
+
+    def compare_rights(self, seed: int = 0) -> PairedComparison:
+        """The difference of their shares of right episodes; without a task where nothing says what is right."""
+        return compare_paired(*self.rights, seed)
+
+    @property
+    def same_rule(self) -> bool:
+        """Whether the same parts of the rewards say what is right."""
+        return right_by_names(self.one) == right_by_names(self.other)
+
+
+def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
+    """What two evaluations, as `find_evals` gives them, made of their tasks."""
+    means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))
+    return Sides(one, other, means, (load_right_shares(db, one), load_right_shares(db, other)))
+
+
+def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
+    """Task -> share of its done episodes that are right; empty if no reward says what is right."""
+    right = eval_results.find_right_episodes(db, row["iteration"])
+    if right is None:
+        return {}
+    done = eval_results.load_done_episodes(db, row["id"])
+    return {task: len(right.intersection(its)) / len(its) for task, its in done.items()}
+
+
+def right_by_names(row: Row) -> list[str]:
+    """The names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
+    told = row["manifest"].get("right_by", {})
+    if told.get("correct"):
+        return sorted(told["correct"])
+    weights = told.get("weights", row["weights"])
+    most = max(weights.values(), default=0.0)
+    heaviest = sorted(name for name, weight in weights.items() if weight == most > 0)
+    return [*heaviest, f"env {row['config']['env']}"] if told.get("gives") else heaviest
+
+
+def counted_rewards(row: Row) -> dict[str, float | str]:
+    """The parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
+    gives = row["manifest"].get("right_by", {}).get("gives")
+    counting = {name: weight for name, weight in row["weights"].items() if weight}
+    return {**counting, **({"env": row["config"]["env"]} if gives else {})}
+
+
+def compare_rewards(one: Row, other: Row) -> int:
+    """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+    if counted_rewards(one) != counted_rewards(other):
+        return OTHER_REWARDS
+    told = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
+    return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME_REWARDS
+
+
+def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
+    """Remarks on other causes of a difference than the policies, a sentence each.
+
+    Args:
+        accuracies: whether the shares of right episodes are compared.
+    """
+    from agentrl.workers.requests.eval_config import sampling_differences
+
+    otherwise = sampling_differences(one["config"], other["config"]).items()
+    if otherwise:
+        said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
+        yield f"They were sampled differently ({said}), which may explain the difference."
+    rewards = compare_rewards(one, other)
+    if rewards == OTHER_CODE:
+        yield "Their rewards were computed by different code, which may explain the difference."
+    if rewards == OTHER_REWARDS:
+        made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
+        instead = "accuracy is" if accuracies else "they have nothing else in common"
+        yield f"Their rewards differ ({made}): their means are not compared; {instead}."
+    if right_by_names(one) != right_by_names(other):
+        yield "Different parts of the rewards say what is right: their accuracies are not compared."
+
+
+def _describe_rewards(row: Row) -> str:
+    parts = counted_rewards(row).items()
+    return ", ".join(f"env {value}" if name == "env" else f"{name} x {cell(value)}" for name, value in parts) or "none"

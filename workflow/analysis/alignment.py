@@ -1,0 +1,77 @@
+"""Siblings side by side: which tokens they share from the first one on, and where each goes its own way.
+
+Lines are packed ids, which are compared as bytes: hundreds of thousands of tokens in a few milliseconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TOKEN_BYTES = 4
+BLOCK = 4096
+"""Bytes that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Tokens `start` to before `end`, that all of `members` have, and nobody else has after what they share before."""
+
+    start: int
+    end: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How lines are one at first and part later.
+
+    Args:
+        common: tokens that all have.
+        branches: a prefix tree: every branch after the one that it goes on from; one without tokens is the end of a line.
+        alone_from: member -> its first token that no other line has after the same ones; its length, where another has all.
+    """
+
+    common: int
+    branches: Sequence[Branch]
+    alone_from: Mapping[int, int]
+
+
+def align(lines: Mapping[int, bytes]) -> Alignment:
+    """Aligns packed lines from their first tokens on."""
+    branches: list[Branch] = []
+    alone: dict[int, int] = {}
+    waiting: list[tuple[int, list[int]]] = [(0, [*lines])] if lines else []
+    while waiting:
+        start, members = waiting.pop(0)
+        end = _common_end(lines, members, start)
+        branches.append(Branch(start, end, tuple(members)))
+        if len(members) == 1:
+            alone[members[0]] = start
+            continue
+        following: dict[bytes, list[int]] = {}
+        for member in members:
+            token = lines[member][end * TOKEN_BYTES : (end + 1) * TOKEN_BYTES]
+            if token:
+                following.setdefault(token, []).append(member)
+            else:
+                alone[member] = end
+        waiting += [(end, some) for some in following.values()]
+    return Alignment(branches[0].end if branches else 0, branches, alone)
+
+
+def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) -> int:
+    """Up to where these lines are one."""
+    first = lines[members[0]]
+    end = len(first) // TOKEN_BYTES
+    for member in members[1:]:
+        end = min(end, _first_difference(first, lines[member], start, end))
+    return end
+
+
+def _first_difference(one: bytes, other: bytes, start: int, end: int) -> int:
+    """The first token from `start` on at which they differ; `end`, or the shorter one's length, where none before it does."""
+    at, last = start * TOKEN_BYTES, min(end * TOKEN_BYTES, len(other))
+    while at < last and one[at : (stop := min(at + BLOCK, last))] == other[at:stop]:
+        at = stop
+    while at < last and one[at : at + TOKEN_BYTES] == other[at : at + TOKEN_BYTES]:
+        at += TOKEN_BYTES
+    return min(at, last) // TOKEN_BYTES

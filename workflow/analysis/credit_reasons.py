@@ -1,0 +1,319 @@
+"""Why an episode has the advantage that it has: from rewards and lengths alone, in numbers and in one line.
+
+What is computed here is compared with what the update recorded: a reason that does not lead to the record is not told as one.
+A critic's values and a KL that is taken off the rewards are not stored: what they lead to is known as the episode's mean alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+from agentrl.workflow.algorithms import ROUNDING
+from agentrl.workflow.chains import as_read, chains_of, reasons_not_to_train
+from agentrl.workflow.trajectory import Episode
+
+VERL_EPSILON, TRL_EPSILON, WHITEN_EPSILON = 1e-6, 1e-4, 1e-8
+"""As in `training.advantages`, which needs torch."""
+NO_RECORD = "No update has read it."
+NOT_KNOWN = "It is recorded; what it was computed from is not."
+UNKNOWN = "the mean over its tokens of what the run's own code credited them with"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An episode of an update: its number, its group, its reward in the set that was trained on, how many tokens train."""
+
+    id: int
+    group: int
+    reward: float
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What is known of how an episode was credited.
+
+    Args:
+        algorithm: its name; None where the run's config has none.
+        options: `algorithm.*` of the config.
+        recorded: the advantage that the update recorded; None: none read it.
+        own: the episode; None where it cannot train.
+        group: the episodes of its group that can train.
+        update: all that its update read; asked for only where the algorithm looks at them.
+    """
+
+    algorithm: str | None
+    options: Mapping[str, Any]
+    recorded: float | None
+    own: Scored | None
+    group: Sequence[Scored]
+    update: Callable[[], Sequence[Scored]] = field(default=tuple)
+
+
+def explain_credit(credit: Credit) -> dict[str, Any]:
+    """`value` (the recorded advantage), `how` it came about, what it was computed from, whether that leads to the record."""
+    rewards = [each.reward for each in credit.group]
+    told: dict[str, Any] = {
+        "value": credit.recorded,
+        "algorithm": credit.algorithm,
+        "reward": None if credit.own is None else credit.own.reward,
+        "group_mean": fmean(rewards) if rewards else None,
+        "group_std": _deviation(rewards),
+        "group_size": len(rewards),
+    }
+    if credit.recorded is None:
+        return {**told, "how": NO_RECORD, "numbers": {}, "computed": None, "agrees": None}
+    if credit.own is None or credit.algorithm is None or not all(map(math.isfinite, rewards)):
+        return {**told, "how": NOT_KNOWN, "numbers": {}, "computed": None, "agrees": None}
+    computed, how, numbers = _explanation(credit)
+    agrees = _agree(computed, credit.recorded)
+    if agrees is False and credit.recorded == 0:
+        left_out = "none of its tokens trains" if not credit.own.tokens else "as where sampler and trainer differ on its tokens"
+        how = f"0: it was left out, {left_out}; else it would be {how}"
+    elif agrees is False:
+        how = f"{how}; the update recorded {credit.recorded:.6g}: its rewards, or what it was compared with, were others then"
+    return {**told, "how": how, "numbers": numbers, "computed": computed, "agrees": agrees}
+
+
+def _agree(computed: float | None, recorded: float | None) -> bool | None:
+    if computed is None or recorded is None:
+        return None
+    return math.isclose(computed, recorded, rel_tol=1e-5, abs_tol=10 * ROUNDING)
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    """Unbiased; exactly 0 for equal values, None for fewer than two."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return 0.0 if len(set(values)) == 1 else stdev(values)
+
+
+Explained = tuple[float | None, str, dict[str, float]]
+
+
+def _explanation(credit: Credit) -> Explained:
+    found = _EXPLAIN.get(credit.algorithm or "")
+    if found is None:
+        return None, UNKNOWN, {}
+    if credit.options.get("kl_in") == "reward" and credit.options.get("kl_coef"):
+        return None, "a KL, which is not stored, was taken off the rewards token by token: the mean over its tokens", {}
+    return found(credit)
+
+
+def _own_reward(credit: Credit) -> float:
+    assert credit.own is not None
+    return credit.own.reward
+
+
+def _offset(credit: Credit) -> tuple[float, float]:
+    """R - mean of the group, exactly 0 where all are equal; and the mean."""
+    rewards = [each.reward for each in credit.group]
+    mean = fmean(rewards)
+    return (0.0 if len(set(rewards)) == 1 else _own_reward(credit) - mean), mean
+
+
+def _epsilon(credit: Credit) -> float:
+    return TRL_EPSILON if credit.options.get("convention") == "trl" else VERL_EPSILON
+
+
+def _relative_to_group(credit: Credit) -> Explained:
+    offset, mean = _offset(credit)
+    scale = credit.options.get("scale") or ("none" if credit.algorithm == "dr_grpo" else "group")
+    reward, rewards = _own_reward(credit), [each.reward for each in credit.group]
+    if scale == "none":
+        return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
+    if scale == "group" and len(rewards) == 1:
+        return reward / (1 + _epsilon(credit)), f"a group of one keeps its reward: {reward:g}", {}
+    among = rewards if scale == "group" else [each.reward for each in credit.update()]
+    spread = _deviation(among)
+    if spread is None:
+        return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
+    value = offset / (spread + _epsilon(credit))
+    whose = "group" if scale == "group" else "update"
+    how = (
+        f"(reward - group mean) / (deviation of the {whose} + {_epsilon(credit):g}): "
+        f"({reward:g} - {mean:.4g}) / ({spread:.4g} + {_epsilon(credit):g}) = {value:.4g}"
+    )
+    return value, how, {"offset": offset, "deviation": spread, "epsilon": _epsilon(credit)}
+
+
+def _leave_one_out(credit: Credit) -> Explained:
+    offset, mean = _offset(credit)
+    count = len(credit.group)
+    value = offset * (count / max(1, count - 1))
+    others = (mean * count - _own_reward(credit)) / max(1, count - 1)
+    how = f"reward - mean of the other {count - 1}: {_own_reward(credit):g} - {others:.4g} = {value:.4g}"
+    return value, how, {"others_mean": others}
+
+
+def _best_of_group(credit: Credit) -> Explained:
+    rewards = sorted((each.reward for each in credit.group), reverse=True)
+    if len(rewards) < 2 or _own_reward(credit) < rewards[0] or rewards[0] == rewards[1]:
+        several = len(rewards) > 1 and rewards[0] == rewards[1] == _own_reward(credit)
+        return 0.0, "0: " + ("several are the best, and none leads" if several else "only the best of a group is credited"), {}
+    spread = _deviation(rewards) or 0.0
+    value = (rewards[0] - rewards[1]) / (spread + VERL_EPSILON)
+    how = f"its lead over the second best: ({rewards[0]:g} - {rewards[1]:g}) / ({spread:.4g} + {VERL_EPSILON:g}) = {value:.4g}"
+    return value, how, {"second": rewards[1], "deviation": spread}
+
+
+def _optimal_baseline(credit: Credit) -> Explained:
+    rewards = [each.reward for each in credit.group]
+    lengths = [each.tokens for each in credit.group]
+    if not sum(lengths):
+        return None, "reward - mean of the group, weighed by length", {}
+    mean = fmean(rewards)
+    offsets = [0.0 if len(set(rewards)) == 1 else reward - mean for reward in rewards]
+    offset, _ = _offset(credit)
+    shift = sum(length * each for length, each in zip(lengths, offsets, strict=True)) / sum(lengths)
+    value = offset - shift
+    how = (
+        f"reward - mean of the group, weighed by the tokens that each sampled: "
+        f"{_own_reward(credit):g} - {mean + shift:.4g} = {value:.4g}"
+    )
+    return value, how, {"baseline": mean + shift, "tokens": float(credit.own.tokens if credit.own else 0)}
+
+
+def _group_baseline_whitened(credit: Credit) -> Explained:
+    update = credit.update()
+    means = _group_means(update)
+    offset, mean = _offset(credit)
+    offsets = [(0.0 if equal else each.reward - among, each.tokens) for each in update for among, equal in [means[each.group]]]
+    found = _moments(offsets)
+    if found is None:
+        return 0.0, "0: all tokens of the update have the same lead over their groups", {}
+    centre, variance = found
+    value = (offset - centre) / math.sqrt(variance + WHITEN_EPSILON)
+    how = (
+        f"reward - group mean, whitened over all tokens of the update: "
+        f"({_own_reward(credit):g} - {mean:.4g} - {centre:.4g}) / {math.sqrt(variance):.4g} = {value:.4g}"
+    )
+    return value, how, {"offset": offset, "update_mean": centre, "update_deviation": math.sqrt(variance)}
+
+
+def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
+    """Group -> the mean of its rewards, and whether they are all equal."""
+    rewards: dict[int, list[float]] = {}
+    for each in update:
+        rewards.setdefault(each.group, []).append(each.reward)
+    return {group: (fmean(some), len(set(some)) == 1) for group, some in rewards.items()}
+
+
+def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+    """Mean and unbiased variance of values that come several times each; None where they are all equal."""
+    count = sum(times for _, times in values)
+    if count < 2 or len({value for value, times in values if times}) < 2:
+        return None
+    mean = sum(value * times for value, times in values) / count
+    return mean, sum(times * (value - mean) ** 2 for value, times in values) / (count - 1)
+
+
+def _returns_to_go(credit: Credit) -> Explained:
+    discount = credit.options.get("discount")
+    each = "" if discount in (None, 1, 1.0) else f", discounted by {discount:g} a token"
+    how = f"the mean over its tokens of the rewards that were still to come{each}; it earned {_own_reward(credit):g}"
+    return None, how, {}
+
+
+def _returns_whitened(credit: Credit) -> Explained:
+    value, how, numbers = _returns_to_go(credit)
+    return value, f"{how}; whitened over all tokens of the update", numbers
+
+
+def _by_a_critic(credit: Credit) -> Explained:
+    return None, "the mean over its tokens of what a critic's values, which are not stored, make of its rewards; whitened", {}
+
+
+_EXPLAIN: Mapping[str, Callable[[Credit], Explained]] = {
+    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo"), _relative_to_group),
+    "rloo": _leave_one_out,
+    "pass_at_k": _best_of_group,
+    "opo": _optimal_baseline,
+    "reinforce_plus_plus_baseline": _group_baseline_whitened,
+    "reinforce": _returns_to_go,
+    "reinforce_plus_plus": _returns_whitened,
+    **dict.fromkeys(("ppo", "turn_ppo"), _by_a_critic),
+}
+"""Algorithm -> how its credit is explained; a test holds it to the shipped ones."""
+
+BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_at_k", "opo", "reinforce_plus_plus_baseline")
+"""The algorithms that credit all tokens of an episode alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some tokens of one step, with what stands to be earned at the last of them: the one before has it discounted once."""
+
+    step: int
+    tokens: int
+    value: float
+
+
+def returns_of(episode: Episode, discount: float) -> list[Stretch]:
+    """The returns to go of the episode's tokens that train, by step, in the order of its rows.
+
+    Args:
+        episode: with its reward, and its steps with what they earned. See `training.token_layout`, which lays rewards out.
+    """
+    read, numbers = as_read(episode)
+    idle = reasons_not_to_train(read)
+    taught = [step for steps in chains_of(read) for step in steps if step.index not in idle and step.sampled_ids]
+    rest = float(episode.reward or 0.0) - sum(step.reward for step in read.steps)
+    last = {step.chain: step.index for step in taught}
+    found: list[Stretch] = []
+    following, chain = 0.0, None
+    for step in reversed(taught):
+        earned = step.reward
+        if last[step.chain] == step.index:
+            earned += rest + sum(one.reward for one in read.steps if one.index > step.index and one.chain != step.chain)
+        at_end = earned + (discount * following if step.chain == chain else 0.0)
+        found.append(Stretch(numbers[step.index], len(step.sampled_ids), at_end))
+        following, chain = at_end * discount ** (len(step.sampled_ids) - 1), step.chain
+    return found[::-1]
+
+
+def credit_by_returns(
+    episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
+) -> Mapping[int, Sequence[float]]:
+    """Step -> the advantage of each of its tokens, of one episode of an update whose credit is returns to go.
+
+    Args:
+        episodes: all that the update read; without whitening the one suffices.
+    """
+    returns = {each.id: returns_of(each, discount) for each in episodes}
+    move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)
+    return {stretch.step: _token_values(stretch, discount, move, scale) for stretch in returns.get(episode, ())}
+
+
+def _token_values(stretch: Stretch, discount: float, move: float, scale: float) -> list[float]:
+    if discount == 1.0:
+        return [(stretch.value - move) * scale] * stretch.tokens
+    last = stretch.tokens - 1
+    return [(stretch.value * discount ** (last - place) - move) * scale for place in range(stretch.tokens)]
+
+
+def _whitening(episodes: Sequence[Sequence[Stretch]], discount: float) -> tuple[float, float]:
+    """Mean of all tokens' returns, and 1 / their deviation; 0 where they are all equal."""
+    stretches = [stretch for each in episodes for stretch in each]
+    count = sum(stretch.tokens for stretch in stretches)
+    longest = max((stretch.tokens for stretch in stretches), default=0)
+    alike = len({stretch.value for stretch in stretches}) < 2 and (discount == 1.0 or longest < 2)
+    if count < 2 or alike:
+        return 0.0, 0.0
+    mean = sum(_sum(stretch.value, discount, stretch.tokens) for stretch in stretches) / count
+    # Squares of distances, stretch by stretch: the difference of two large sums would lose them.
+    squares = sum(_squares(stretch, discount, mean) for stretch in stretches)
+    return mean, 1.0 / math.sqrt(squares / (count - 1) + WHITEN_EPSILON)
+
+
+def _squares(stretch: Stretch, discount: float, mean: float) -> float:
+    if discount == 1.0:
+        return stretch.tokens * (stretch.value - mean) ** 2
+    return sum((value - mean) ** 2 for value in _token_values(stretch, discount, 0.0, 1.0))
+
+
+def _sum(value: float, discount: float, tokens: int) -> float:
+    """value (1 + discount + discount^2 + ...), of that many terms."""
+    return value * tokens if discount == 1.0 else value * (1 - discount**tokens) / (1 - discount)

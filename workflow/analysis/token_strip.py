@@ -1,0 +1,115 @@
+"""The tokens of an episode in a line: its chains one after another, as its model read and sampled them.
+
+A chain begins with what it shares with another one's line, as its training row does. Nothing here reads a token: pieces say
+where the tokens of a stretch of the line are kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agentrl.workflow.chains import chains_of
+from agentrl.workflow.trajectory import ROOT, Episode, Step
+
+ELSEWHERE = "it trains in the chain that sampled it"
+"""Why a sampled token that another chain begins with does not train there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that stand together: some of what a step's prompt added, or of what it sampled.
+
+    Args:
+        start, end: their places in the line.
+        step: whose they are, and `chain`, in which chain they stand here.
+        first: the place of the first one among the step's own.
+        shared: they are the beginning of a chain, which another one has.
+    """
+
+    start: int
+    end: int
+    kind: Literal["prompt", "sampled"]
+    step: int
+    chain: int
+    first: int = 0
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlace:
+    """A chain and where its tokens are in the line."""
+
+    start: int
+    end: int
+    chain: int
+    steps: Sequence[Step]
+
+
+def place_chains(episode: Episode) -> list[ChainPlace]:
+    """The episode's chains in the line."""
+    found: list[ChainPlace] = []
+    lengths = _line_lengths(episode)
+    start = 0
+    for steps in chains_of(episode):
+        own = sum(len(step.prompt_ids) + len(step.sampled_ids) for step in steps)
+        end = start + _context_length(steps[0], lengths) + own
+        found.append(ChainPlace(start, end, steps[0].chain, steps))
+        start = end
+    return found
+
+
+def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[Piece]:
+    """The pieces with a token from `start` to before `end`, whole."""
+    lengths = _line_lengths(episode)
+    near = (place for place in places if place.start < end and place.end > start)
+    return [
+        piece for place in near for piece in _chain_pieces(episode, place, lengths) if piece.start < end and piece.end > start
+    ]
+
+
+def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int]) -> Iterator[Piece]:
+    first = place.steps[0]
+    length = _context_length(first, lengths)
+    if length:
+        yield from _context_pieces(episode, first, place, length)
+    at = place.start + length
+    for step in place.steps:
+        for kind, ids in (("prompt", step.prompt_ids), ("sampled", step.sampled_ids)):
+            if ids:
+                yield Piece(at, at + len(ids), kind, step.index, place.chain)  # type: ignore[arg-type]
+                at += len(ids)
+
+
+def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[Piece]:
+    """What the chain begins with: the line of the step that its first one continues, as far as it does."""
+    found: list[Piece] = []
+    end = 0
+    for step in episode.line(first.parent if first.parent is not None else ROOT):
+        if step.shared is not None and step.shared < end:
+            end = step.shared
+            found = _before(found, end)
+        for kind, ids in (("prompt", step.prompt_ids), ("sampled", step.sampled_ids)):
+            if ids:
+                found.append(Piece(end, end + len(ids), kind, step.index, place.chain, shared=True))  # type: ignore[arg-type]
+                end += len(ids)
+    moved = (replace(piece, start=piece.start + place.start, end=piece.end + place.start) for piece in _before(found, length))
+    return list(moved)
+
+
+def _before(pieces: Sequence[Piece], end: int) -> list[Piece]:
+    return [replace(piece, end=min(piece.end, end)) for piece in pieces if piece.start < end]
+
+
+def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
+    if first.parent is None or first.parent == ROOT:
+        return 0
+    whole = lengths.get(first.parent, 0)
+    return whole if first.shared is None else min(whole, first.shared)
+
+
+def _line_lengths(episode: Episode) -> dict[int, int]:
+    """Index of a step -> the number of tokens of its line; what continues a step that is not there begins anew."""
+    found = {ROOT: 0}
+    for step in episode.steps:
+        found[step.index] = _context_length(step, found) + len(step.prompt_ids) + len(step.sampled_ids)
+    return found

@@ -1,0 +1,88 @@
+"""Tags and notes of a run: what people say of it. Nothing that runs reads them."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, func, select
+
+from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
+from agentrl.workflow.store.connect import insert, transaction
+from agentrl.workflow.store.row_values import MAX_ID, clean
+from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.tables import schema
+
+MAX_TAG_CHARS = 64
+"""The most characters of a tag."""
+MAX_NOTE_CHARS = 10_000
+"""The most characters of a note."""
+MOST_TAGS = 100
+"""The most tags of a run."""
+MOST_NOTES = 1000
+"""The most notes of a run."""
+_TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
+
+
+@transaction
+def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[str] = ()) -> list[str]:
+    """Gives the run tags and takes others away, and returns those that it has then; what is so already stays so.
+
+    Raises:
+        NotFoundError: there is no such run.
+        ConfigError: one of them can be no tag.
+        ConflictError: the run would have too many.
+    """
+    number = run_row(tx, run, "id")["id"]
+    wanted = [check_tag(tag) for tag in add]
+    gone = [tag.strip()[: MAX_TAG_CHARS + 1] for tag in remove]
+    tx.execute(delete(schema.run_tags).where(_TAGS.run_id == number, _TAGS.tag.in_([clean(tag) for tag in gone])))
+    if wanted:
+        rows = [{"run_id": number, "tag": tag} for tag in dict.fromkeys(wanted)]
+        tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
+    tags = [*tx.execute(select(_TAGS.tag).where(_TAGS.run_id == number)).scalars()]
+    if len(tags) > MOST_TAGS:
+        raise ConflictError(f"A run has at most {MOST_TAGS} tags.", f"Take some away: agentrl tag {number} -r WORD")
+    return sorted(tags)
+
+
+@transaction
+def add_note(tx: Connection, run: str, text: str) -> int:
+    """Writes a note on the run, and returns its number.
+
+    Raises:
+        NotFoundError: there is no such run.
+        ConfigError: the text is empty or too long.
+        ConflictError: the run has too many notes.
+    """
+    number = run_row(tx, run, "id")["id"]
+    said = clean(text.strip())
+    if not 0 < len(said) <= MAX_NOTE_CHARS:
+        raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
+    count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()
+    if count >= MOST_NOTES:
+        raise ConflictError(f"A run has at most {MOST_NOTES} notes.", f"Take some away: agentrl note {number} -r NUMBER")
+    made = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=said).returning(_NOTES.id))
+    return int(made.scalar_one())
+
+
+@transaction
+def remove_note(tx: Connection, run: str, note: int) -> None:
+    """Takes a note of the run away.
+
+    Raises:
+        NotFoundError: there is no such run, or it has no such note.
+    """
+    number = run_row(tx, run, "id")["id"]
+    mine = (_NOTES.run_id == number) & (_NOTES.id == min(note, MAX_ID))
+    if not tx.execute(delete(schema.run_notes).where(mine)).rowcount:
+        raise NotFoundError(f"Run {number} has no note {note}.", f"List them: agentrl note {number}")
+
+
+def check_tag(tag: str) -> str:
+    """The tag without space around it.
+
+    Raises:
+        ConfigError: it can be none.
+    """
+    word = tag.strip()
+    if not word.isprintable() or not 0 < len(word) <= MAX_TAG_CHARS:
+        raise ConfigError(f"{tag[:100]!r} is no tag.", f"A tag has 1 to {MAX_TAG_CHARS} printable characters.")
+    return word

@@ -1,0 +1,112 @@
+"""What an episode's advantage was computed from: the rewards of the set that was trained on, of its group and of its update."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows
+from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, among, in_parts, shape_value
+from agentrl.workflow.trajectory import WHOLE, Episode
+
+MOST_STEPS = 5000
+"""The most steps of an update whose tokens are credited again."""
+MOST_EPISODES = 20_000
+"""The most episodes of a group or an update that are looked at."""
+_EPISODE = """
+    e.id, e.run_id, e.group_id, e.sample, e.status, e.stop_reason, e.attempt, e.reward, e.parent_id, e.fork_step,
+    e.inherited_steps, e.tainted"""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An episode of a group or update: its row, its reward in the set, None without one, and how many tokens it sampled."""
+
+    row: Row
+    reward: float | None
+    tokens: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it can train."""
+        return self.row["status"] == "done" and self.reward is not None and not self.row["tainted"]
+
+
+def load_group_members(tx: Any, group: int, reward_set: str) -> list[Member]:
+    """The episodes of a group, by sample."""
+    query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MOST_EPISODES}"
+    return _members(tx, select_rows(tx, query, id=group), reward_set)
+
+
+def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -> list[Member]:
+    """The episodes that the run's update of that iteration (its row's number) read."""
+    query = f"""
+        SELECT {_EPISODE} FROM consumptions c JOIN episodes e ON e.id = c.episode_id
+        WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MOST_EPISODES}"""
+    return _members(tx, select_rows(tx, query, id=iteration, run=run_id), reward_set)
+
+
+def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
+    ids = [row["id"] for row in rows]
+    rewards = {row["id"]: row["reward"] for row in rows}
+    if reward_set != "default":
+        earned = load_earned(tx, rows, reward_set)
+        rewards = {id: sum(earned[id].values()) if id in earned else None for id in ids}
+    tokens = _count_tokens(tx, rows)
+    return [Member(row, rewards[row["id"]], tokens.get(row["id"], 0)) for row in rows]
+
+
+def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
+    """Episode -> the tokens that it sampled itself and that train: what was delivered, or is gone on from."""
+    found: dict[int, int] = {}
+    for some in in_parts([row["id"] for row in rows]):
+        query = f"""
+            SELECT e.id, CAST(sum(s.sampled_tokens) AS BIGINT) AS tokens FROM episodes e
+            JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
+            WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND (s.delivered OR EXISTS (
+              SELECT 1 FROM steps n WHERE n.episode_id = s.episode_id AND n.attempt = s.attempt AND n.parent_step = s.number))
+            GROUP BY e.id"""
+        found |= {row["id"]: row["tokens"] for row in select_rows(tx, query)}
+    return found
+
+
+def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict[int, float]]:
+    """Episode -> step -> what it earned in the set, weighted; WHOLE is the whole episode's, which `default` has on its row."""
+    sets = _find_sets(tx, {row["run_id"] for row in rows}, reward_set)
+    steps_alone = f"AND w.step <> {WHOLE}" if reward_set == "default" else ""
+    found: dict[int, dict[int, float]] = {}
+    for some in in_parts([row["id"] for row in rows]):
+        query = f"""
+            SELECT w.episode_id, w.step, sum(w.value * w.weight) AS earned FROM rewards w
+            WHERE w.episode_id IN ({among(some)}) AND w.reward_set_id IN ({among(sets)}) {steps_alone}
+            GROUP BY w.episode_id, w.step ORDER BY w.episode_id, w.step"""
+        for row in select_rows(tx, query):
+            found.setdefault(row["episode_id"], {})[row["step"]] = row["earned"]
+    return found
+
+
+def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
+    query = f"SELECT id FROM reward_sets WHERE run_id IN ({among([*runs])}) AND name = :name"
+    return [row["id"] for row in select_rows(tx, query, name=reward_set)]
+
+
+def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
+    """Episode -> its shape without what it has from a parent; None where they have more than MOST_STEPS steps."""
+    steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
+    left = MOST_STEPS
+    for some in in_parts([*steps]):
+        query = f"""
+            SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
+            WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number LIMIT {left + 1}"""
+        found = select_rows(tx, query)
+        left -= len(found)
+        if left < 0:
+            return None
+        for row in found:
+            steps[row["episode_id"]].append(row)
+    return {member.row["id"]: shape_value(member.row, steps[member.row["id"]]) for member in members}
+
+
+def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The algorithm's name in a run's config, None where it has none, and its options."""
+    options = config.get("algorithm")
+    return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

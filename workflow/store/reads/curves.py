@@ -1,0 +1,180 @@
+"""The curves of a run: one row an iteration with all that a chart shows of it, and its evaluations. Sums are grouped: a run of
+hundreds of iterations is read at once.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import storable_value
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+
+MOST_ITERATIONS = 1000
+"""The most iterations of one answer."""
+MOST_EVALS = 2000
+"""The most evaluations, the newest versions."""
+OPEN = ("planned", "running")
+
+_METRICS = {
+    "loss": "the update's loss, mean over its optimizer steps",
+    "kl": "KL to the reference, mean over tokens",
+    "policy_kl": "KL to the policy that the update began with",
+    "entropy": "entropy of the policy, mean over tokens",
+    "clip_fraction": "share of tokens whose ratio was clipped",
+    "grad_norm": "norm of the gradient before clipping",
+    "value_loss": "the critic's loss",
+    "explained_variance": "share of the returns' variance that the critic explains",
+    "sampler_difference_max": "the largest difference between the sampler's logprobs and the trainer's",
+    "importance_weight": "mean weight of older samples",
+    "importance_truncated": "share of tokens whose importance weight was cut",
+}
+COLUMNS: Mapping[str, str] = {
+    "iteration": "the iteration's number in its run, from 1",
+    "status": "planned, running, done, cancelled",
+    "skipped": "why no step was taken; empty: one was",
+    "started_at": "when its rollouts began",
+    "finished_at": "when its update ended",
+    "reward": "mean reward of its episodes",
+    "reward_low": "the reward less one standard deviation of its groups' means",
+    "reward_high": "the reward and one standard deviation of its groups' means",
+    "groups": "number of groups, sampled or stored ones",
+    "flat_groups": "groups whose rewards are all equal",
+    "dropped_groups": "groups that are not trained on",
+    "episodes": "number of episodes",
+    "trainable": "episodes that the update read",
+    **_METRICS,
+    "tokens": "tokens read and sampled",
+    "prompt_tokens": "tokens read",
+    "sampled_tokens": "tokens sampled",
+    "length": "sampled tokens per episode",
+    "tool_calls": "number of tool calls",
+    "tool_errors": "number of tool calls that failed",
+    "tool_error_rate": "share of tool calls that failed",
+    "staleness": "versions by which the trainer was ahead of the policy that sampled",
+    "policy_version": "the policy that sampled",
+    "seconds": "seconds from its first rollout to the end of its update",
+    "rollout_seconds": "seconds until its last episode was over",
+    "update_seconds": "seconds that its update took",
+}
+"""Column of a curve -> its meaning, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The iterations of a run after some number, in order, and all of its evaluations.
+
+    Args:
+        rows: a value for each of COLUMNS.
+        cursor: what to ask with for what is new or may have changed: the number before the first open iteration.
+        more: whether there are further iterations already, to be asked for with `after` = the last one's number.
+    """
+
+    rows: list[list[Any]]
+    evals: list[dict[str, Any]]
+    cursor: int
+    more: bool
+
+
+@sql_read_transaction
+def load_curves(tx: Any, run: str, after: int = 0, limit: int = MOST_ITERATIONS) -> Curves:
+    """The curves of a run.
+
+    Args:
+        after: only iterations of a greater number, from 1.
+        limit: the most iterations.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    run_id = run_id_and_name(tx, run)["id"]
+    after = max(0, storable_value(after))
+    found = select_rows(tx, _ITERATIONS, id=run_id, after=after, limit=limit + 1)
+    shown = found[:limit]
+    last = shown[-1]["iteration"] if shown else after
+    sums = {part: _by_iteration(tx, query, run_id, after, last) for part, query in _SUMS.items()}
+    rows = [_curve_row(row, *(sums[part].get(row["id"], {}) for part in _SUMS)) for row in shown]
+    closed = next((row["iteration"] - 1 for row in shown if row["status"] in OPEN), last)
+    return Curves(rows, load_run_evals(tx, run_id), closed, len(found) > limit)
+
+
+_ITERATIONS = """
+    SELECT i.id, i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
+           i.mean_reward AS reward, i.dropped_groups, i.episodes, i.trainable, i.prompt_tokens, i.sampled_tokens, i.tool_calls,
+           i.tool_errors, i.update_seconds, p.version AS policy_version, r.kind
+    FROM iterations i JOIN runs r ON r.id = i.run_id JOIN policies p ON p.id = i.policy_id
+    WHERE i.run_id = :id AND i.number >= :after ORDER BY i.number LIMIT :limit"""
+
+_DISTANCE = "CASE WHEN abs(g.mean_reward - i.mean_reward) <= 1e150 THEN g.mean_reward - i.mean_reward END"
+_SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) ELSE 0.0 END"
+"""Postgres refuses to compute what a float does not hold; its avg squares what it is given."""
+_GROUP_SUMS = f"""
+    SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
+           avg({_DISTANCE}) AS distance, avg({_SQUARE}) AS square
+    FROM {{members}} WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id"""
+_OWN = "iterations i JOIN groups g ON g.iteration_id = i.id"
+_STORED = "iterations i JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id"
+_AVERAGES = ", ".join(
+    f"{f'max(u.{name})' if name.endswith('_max') else f'sum(u.{name}) / count(u.{name})'} AS {name}" for name in _METRICS
+)
+_SUMS = {
+    "own": _GROUP_SUMS.format(members=_OWN),
+    "stored": _GROUP_SUMS.format(members=_STORED),
+    "update": f"""
+        SELECT i.id, {_AVERAGES} FROM iterations i JOIN updates u ON u.iteration_id = i.id
+        WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id""",
+}
+
+
+def _by_iteration(tx: Any, query: str, run_id: int, after: int, last: int) -> dict[int, Row]:
+    return {row["id"]: row for row in select_rows(tx, query, id=run_id, after=after, last=last)}
+
+
+def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
+    groups = own or stored
+    spread, closed = _deviation(groups), row["status"] not in OPEN
+    low, high = (None, None) if spread is None or row["reward"] is None else (row["reward"] - spread, row["reward"] + spread)
+    sums = {name: row[name] if closed else None for name in ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")}
+    found: dict[str, Any] = {
+        **row,
+        **{name: update.get(name) for name in _METRICS},
+        **sums,
+        "reward_low": low,
+        "reward_high": high,
+        "groups": groups.get("groups", 0),
+        "flat_groups": groups.get("flat_groups", 0),
+        "tokens": row["prompt_tokens"] + row["sampled_tokens"] if closed else None,
+        "length": _share(sums["sampled_tokens"], row["episodes"]),
+        "tool_error_rate": _share(sums["tool_errors"], row["tool_calls"]),
+        "staleness": row["iteration"] - 1 - row["policy_version"] if own and row["kind"] == "train" else None,
+        "seconds": _seconds(row["started_at"], row["finished_at"]),
+        "rollout_seconds": _seconds(row["started_at"], row["rolled_out_at"]),
+    }
+    return [found[name] for name in COLUMNS]
+
+
+def _deviation(groups: Row) -> float | None:
+    """The standard deviation of the groups' means, from the moments about the iteration's mean."""
+    if groups.get("distance") is None:
+        return None
+    return math.sqrt(max(0.0, groups["square"] - groups["distance"] * groups["distance"]))
+
+
+def _share(part: float | None, whole: int) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _seconds(start: datetime | None, end: datetime | None) -> float | None:
+    return None if start is None or end is None else (end - start).total_seconds()
+
+
+def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
+    """The finished evaluations of the run's own policies, by their version, inside a transaction."""
+    query = """
+        SELECT m.measures_version AS version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.id AS run_id,
+               m.finished_at
+        FROM runs m JOIN evals v ON v.run_id = m.id
+        WHERE m.measures_id = :id ORDER BY m.measures_version DESC LIMIT :limit"""
+    return [dict(row) for row in reversed(select_rows(tx, query, id=run_id, limit=MOST_EVALS))]

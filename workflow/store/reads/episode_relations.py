@@ -1,0 +1,95 @@
+"""What belongs to one episode beside its turns: its task, what it earned, its relatives, and what became of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows
+from agentrl.workflow.store.reads.episode_rows import EpisodeRow
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape
+from agentrl.workflow.store.reads.ledger import FateRow
+from agentrl.workflow.store.reads.paging import select_values
+from agentrl.workflow.store.reads.reward_rows import RewardRow
+from agentrl.workflow.store.reads.turn_rows import cut_column
+
+MOST_FORKS = 100
+MOST_REWARDS = 500
+"""The most forks and parts of rewards of an episode that are listed."""
+
+
+def load_row(tx: Any, episode: int) -> EpisodeRow:
+    """The episode's row; there is one."""
+    return select_values(tx, EpisodeRow, "WHERE id = :id", id=episode)[0]
+
+
+def load_run_of(tx: Any, run_id: int) -> Row:
+    """Name, kind, base, hash of the base, config and manifest of an episode's run."""
+    query = "SELECT id, name, kind, base, base_hash, reward_set, config, manifest FROM runs WHERE id = :id"
+    return select_rows(tx, query, ("config", "manifest"), id=run_id)[0]
+
+
+def load_task_of(tx: Any, task_id: int) -> Row:
+    """The task: id, key, messages, reference."""
+    query = f"SELECT id, key, messages, {cut_column('reference')} FROM tasks WHERE id = :id"
+    return select_rows(tx, query, ("messages",), id=task_id)[0]
+
+
+def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
+    """What the whole episode earned, by part and reward set; and how many of its parts were too many."""
+    rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MOST_REWARDS + 1}"
+    found = select_values(tx, RewardRow, rest, id=episode)
+    if len(found) <= MOST_REWARDS:
+        return found, 0
+    (count,) = select_rows(tx, "SELECT count(*) AS n FROM rewards WHERE episode_id = :id AND step < 0", id=episode)
+    return found[:MOST_REWARDS], count["n"] - MOST_REWARDS
+
+
+def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
+    """The newest MOST_FORKS episodes that go on from the episode, and how many more there are."""
+    query = f"""
+        SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
+        JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id DESC LIMIT {MOST_FORKS}"""
+    found = select_rows(tx, query, id=episode)
+    (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE parent_id = :id", id=episode)
+    return found, count["n"] - len(found)
+
+
+def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
+    """What its agent said when it ended badly, and the last of what it printed; None: no agent ran it."""
+    query = f"""
+        SELECT status, exit_code, error_class, {cut_column("error")}, {cut_column("output")}, {cut_column("answer")}
+        FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"""
+    found = select_rows(tx, query, id=shape.id, attempt=shape.attempt)
+    return found[0] if found else None
+
+
+def load_resources_of(tx: Any, group: int) -> list[Row]:
+    """The versions of texts that the episodes of a group work with."""
+    query = """
+        SELECT v.id, v.name, v.version, v.chosen, v.run_id FROM group_resources l JOIN resources v ON v.id = l.resource_id
+        WHERE l.group_id = :id ORDER BY v.name, v.version LIMIT 100"""
+    return select_rows(tx, query, id=group)
+
+
+def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
+    """What became of the episode in its own run (`fate` and why), and in others that trained on it (`elsewhere`)."""
+    found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
+    own = next((fate for fate in found if fate.run == row.run), None)
+    names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
+    kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
+    return {
+        "id": row.id,
+        **{name: None if own is None else own[name] for name in names},
+        **{name: row[name] for name in kept},
+        "elsewhere": [dict(fate) for fate in found if fate.run != row.run],
+    }
+
+
+def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
+    """The updates that read the episode, those of its own run first: run, iteration, advantage, what was skipped."""
+    query = """
+        SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped
+        FROM consumptions c JOIN runs r ON r.id = c.run_id JOIN iterations i ON i.id = c.iteration_id
+        JOIN episodes e ON e.id = c.episode_id
+        WHERE c.episode_id = :id AND c.stage = 'train'
+        ORDER BY CASE WHEN c.run_id = e.run_id THEN 0 ELSE 1 END, c.id LIMIT 100"""
+    return select_rows(tx, query, id=episode)

@@ -1,0 +1,128 @@
+"""The shape of an episode: its steps with their places and lengths, and no text or token of theirs.
+
+A step that a fork has from its parent is the parent's row. The tokens of the shape's value are counted and not read: each is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
+from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, Task
+
+IDS_AT_ONCE = 500
+"""The most numbers of rows in one query."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeShape:
+    """An episode without its texts and tokens.
+
+    Args:
+        id, run_id, task_id, group_id: its numbers.
+        value: itself; every token is 0, its task and its messages are empty, and its steps earned what they did.
+        rows: its steps' rows: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
+    """
+
+    id: int
+    run_id: int
+    task_id: int
+    group_id: int
+    attempt: int
+    value: Episode
+    rows: Sequence[Row]
+
+    def step_ids(self, steps: Sequence[int]) -> list[int]:
+        """The numbers of the rows of these steps."""
+        return [self.rows[step]["id"] for step in steps if 0 <= step < len(self.rows)]
+
+
+@sql_read_transaction
+def load_shape(tx: Any, episode: int) -> EpisodeShape:
+    """The shape of an episode.
+
+    Raises:
+        NotFoundError: there is no such episode.
+    """
+    return episode_shape(tx, episode)
+
+
+def episode_shape(tx: Any, episode: int) -> EpisodeShape:
+    """As `load_shape`, inside a transaction."""
+    found = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
+    if not found:
+        raise no_episode_error(episode)
+    row = found[0]
+    rows, child, inherited = list(_own_steps(tx, row)), row, row["inherited_steps"]
+    while inherited and child["parent_id"] is not None and child["parent_id"] < child["id"]:
+        (child,) = select_rows(tx, _EPISODE, id=child["parent_id"])
+        rows = [each for each in _own_steps(tx, child) if each["step"] < inherited] + rows
+        inherited = min(inherited, child["inherited_steps"])
+    return EpisodeShape(
+        *(row["id"], row["run_id"], row["task_id"], row["group_id"], row["attempt"], shape_value(row, rows), rows)
+    )
+
+
+_EPISODE = """
+    SELECT id, run_id, task_id, group_id, sample, status, stop_reason, attempt, reward, parent_id, fork_step, inherited_steps,
+           tainted FROM episodes WHERE id = :id"""
+
+
+def _own_steps(tx: Any, episode: Row) -> list[Row]:
+    query = f"SELECT {STEP_COLUMNS} FROM steps s WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"
+    return select_rows(tx, query, id=episode["id"], attempt=episode["attempt"])
+
+
+STEP_COLUMNS = """
+    s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.prompt_tokens,
+    s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins"""
+"""What `shape_value` reads of a step."""
+
+
+def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
+    """The episode of a row of `episodes`, with steps of that many tokens."""
+    return Episode(
+        task=Task("", (), ""),
+        sample=row["sample"],
+        steps=tuple(_step(step) for step in steps),
+        status=row["status"],
+        stop_reason=row["stop_reason"],
+        reward=row["reward"],
+        id=row["id"],
+        parent_id=row["parent_id"],
+        fork_step=row["fork_step"] or 0,
+        inherited=row["inherited_steps"],
+        tainted=row["tainted"],
+    )
+
+
+_NOTHING = Message("assistant", "")
+
+
+def _step(row: Row) -> Step:
+    return Step(
+        index=row["step"],
+        prompt=(),
+        prompt_ids=(0,) * row["prompt_tokens"],
+        sampled_ids=(0,) * row["sampled_tokens"],
+        behavior_logprobs=(0.0,) * row["sampled_tokens"],
+        finish_reason="stop",
+        message=_NOTHING,
+        policy_version=0,
+        new_row="" if row["begins"] else None,
+        chain=row["chain"],
+        parent=ROOT if row["parent_step"] is None else row["parent_step"],
+        shared=row["shared_tokens"],
+        delivered=row["delivered"],
+    )
+
+
+def among(ids: Sequence[int]) -> str:
+    """The numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
+    return ", ".join(map(str, ids)) or "NULL"
+
+
+def in_parts(ids: Sequence[int]) -> list[Sequence[int]]:
+    """The numbers in parts of IDS_AT_ONCE."""
+    return [ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE)]

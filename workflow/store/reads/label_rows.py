@@ -1,0 +1,54 @@
+"""Tags and notes of runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.run_names import run_row
+
+NOTES_SHOWN = 200
+"""The most notes, the newest ones."""
+
+
+@sql_read_transaction
+def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
+    """Number of a run -> its tags in their order; runs without tags are left out."""
+    return tags_of(tx, ids)
+
+
+@sql_read_transaction
+def list_tags(tx: Any, run: str) -> list[str]:
+    """The tags of the run of that name or number.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    number = run_row(tx, run, "id")["id"]
+    return tags_of(tx, [number]).get(number, [])
+
+
+@sql_read_transaction
+def list_notes(tx: Any, run: str) -> Sequence[Row]:
+    """The newest notes on the run of that name or number, the newest first.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    return notes_of(tx, run_row(tx, run, "id")["id"])
+
+
+def tags_of(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
+    """As load_tags, inside a transaction."""
+    if not ids:
+        return {}
+    listed = ", ".join(str(int(each)) for each in ids)
+    found: dict[int, list[str]] = {}
+    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({listed})"):
+        found.setdefault(row["run_id"], []).append(row["tag"])
+    return {run: sorted(tags) for run, tags in found.items()}
+
+
+def notes_of(tx: Any, run_id: int) -> Sequence[Row]:
+    """As list_notes, inside a transaction."""
+    query = "SELECT id, text, created_at FROM run_notes WHERE run_id = :id ORDER BY id DESC LIMIT :limit"
+    return select_rows(tx, query, id=run_id, limit=NOTES_SHOWN)

@@ -1,0 +1,102 @@
+"""Who worked when: the spans of a run's groups, updates, tool calls and agents, in a lane for each queue and worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import storable_value
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+
+MOST_SPANS = 2000
+"""The most spans of one answer: groups and updates first, then agents, then calls."""
+NEWEST = 5
+"""How many iterations are meant where none is named."""
+MOST_ITERATIONS = 20
+"""The most iterations of one answer."""
+QUEUES = {"group": "rollout", "update": "train", "agent": "agents", "call": "tools"}
+"""Kind of span -> the queue whose workers do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes and spans of the iterations `first` to `last`; `left_out` spans were too many.
+
+    Args:
+        lanes: `queue` and `worker` of each.
+        spans: `lane` is the place of its lane, `id` the number of the group, iteration, call or attempt; `end` is None where
+            it goes on.
+    """
+
+    lanes: Sequence[dict[str, str]]
+    spans: Sequence[dict[str, Any]]
+    left_out: int
+    first: int
+    last: int
+
+
+@sql_read_transaction
+def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
+    """The lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MOST_ITERATIONS.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    run_id = run_id_and_name(tx, run)["id"]
+    newest = (
+        "SELECT number + 1 AS last FROM iterations WHERE run_id = :id AND started_at IS NOT NULL ORDER BY number DESC LIMIT 1"
+    )
+    begun = select_rows(tx, newest, id=run_id)
+    to = min(storable_value(last), begun[0]["last"]) if last is not None and begun else (begun[0]["last"] if begun else 0)
+    start = to - NEWEST + 1 if first is None else storable_value(first)
+    start = max(1, start, to - MOST_ITERATIONS + 1)
+    values = {"id": run_id, "first": start - 1, "last": to - 1}
+    found: list[Row] = []
+    left_out = 0
+    for query in _QUERIES.values():
+        rows = select_rows(tx, f"{_SPANS.format(query=query)} LIMIT :limit", **values, limit=MOST_SPANS - len(found) + 1)
+        if len(rows) > MOST_SPANS - len(found):
+            rows = rows[:-1]
+            left_out += select_rows(tx, f"SELECT count(*) AS count FROM ({query}) spans", **values)[0]["count"] - len(rows)
+        found += rows
+    lanes = sorted({_lane(row) for row in found}, key=lambda lane: ([*QUEUES.values()].index(lane[0]), lane[1]))
+    spans = [_span(row, lanes.index(_lane(row))) for row in found]
+    return Lanes([{"queue": queue, "worker": worker} for queue, worker in lanes], spans, left_out, start, to)
+
+
+_AMONG = "i.run_id = :id AND i.number >= :first AND i.number <= :last"
+_QUERIES = {
+    "group": f"""
+        SELECT 'group' AS kind, g.id, i.number + 1 AS iteration, g.worker, g.started_at, g.finished_at, g.status, 0.0 AS seconds
+        FROM iterations i JOIN groups g ON g.iteration_id = i.id WHERE {_AMONG} AND g.started_at IS NOT NULL""",
+    "update": f"""
+        SELECT 'update' AS kind, i.id, i.number + 1 AS iteration, i.worker, i.rolled_out_at AS started_at, i.finished_at,
+               i.status, i.update_seconds AS seconds
+        FROM iterations i JOIN runs r ON r.id = i.run_id
+        WHERE {_AMONG} AND r.kind = 'train' AND i.train_sends > 0
+        AND (i.rolled_out_at IS NOT NULL OR i.finished_at IS NOT NULL AND i.update_seconds IS NOT NULL)""",
+    "agent": f"""
+        SELECT 'agent' AS kind, a.id, i.number + 1 AS iteration, a.worker, a.started_at, a.finished_at, a.status, 0.0 AS seconds
+        FROM iterations i JOIN episodes e ON e.iteration_id = i.id JOIN agent_attempts a ON a.episode_id = e.id
+        WHERE {_AMONG} AND a.started_at IS NOT NULL""",
+    "call": f"""
+        SELECT 'call' AS kind, c.id, i.number + 1 AS iteration, c.worker, c.started_at, c.finished_at, c.status, 0.0 AS seconds
+        FROM iterations i JOIN episodes e ON e.iteration_id = i.id JOIN tool_calls c ON c.episode_id = e.id
+        WHERE {_AMONG} AND c.started_at IS NOT NULL""",
+}
+_SPANS = "SELECT * FROM ({query}) spans ORDER BY iteration DESC, id"
+"""The newest iterations are shown whole before older ones."""
+
+
+def _lane(row: Row) -> tuple[str, str]:
+    return QUEUES[row["kind"]], row["worker"].partition("/")[0]
+
+
+def _span(row: Row, lane: int) -> dict[str, Any]:
+    """An update is as long as it said, where it is over: its iteration may have waited before."""
+    start, end = row["started_at"], row["finished_at"]
+    if row["kind"] == "update" and end is not None and row["seconds"] is not None:
+        start = end - timedelta(seconds=min(row["seconds"], 1e9))
+    told = {name: row[name] for name in ("kind", "id", "iteration", "status")}
+    return {"lane": lane, **told, "start": start, "end": end}

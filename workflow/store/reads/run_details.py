@@ -1,0 +1,69 @@
+"""What a run is made of, beside its row: its config, its manifest, what people noted, what it has rows of."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.run_rows import run_name
+
+NOTES_SHOWN = 200
+"""The most notes, the newest ones."""
+PARTS_FROM = 1000
+"""The newest rewards, whose parts are a run's."""
+
+
+@sql_read_transaction
+def find_config(tx: Any, run_id: int) -> Mapping[str, Any]:
+    """The config of the run of that number, as it is stored.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    run_name(tx, run_id)
+    config: Mapping[str, Any] = select_rows(tx, "SELECT config FROM runs WHERE id = :id", ("config",), id=run_id)[0]["config"]
+    return config
+
+
+def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
+    """What a person asks of a run's making, inside a transaction: versions, hashes, the code of its rewards, its folder."""
+    query = "SELECT manifest, base, base_hash, output_dir, seed, key_scheme, reward_set FROM runs WHERE id = :id"
+    (run,) = select_rows(tx, query, ("manifest",), id=run_id)
+    query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
+    rewards = select_rows(tx, query, ("weights",), id=run_id)
+    query = "SELECT version, kind, path, sha256, collected_at, broken FROM policies WHERE run_id = :id ORDER BY version"
+    first = select_rows(tx, f"{query} LIMIT 1", id=run_id)
+    newest = select_rows(tx, f"{query} DESC LIMIT 1", id=run_id)
+    told = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "key_scheme", "reward_set")}
+    policies = {"first": first[0] if first else None, "newest": newest[0] if newest else None}
+    return {**run["manifest"], **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}
+
+
+def load_notes(tx: Any, run_id: int) -> Sequence[Row]:
+    """The newest notes on the run, the newest first, inside a transaction."""
+    query = "SELECT id, text, created_at FROM run_notes WHERE run_id = :id ORDER BY id DESC LIMIT :limit"
+    return select_rows(tx, query, id=run_id, limit=NOTES_SHOWN)
+
+
+def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
+    """What kinds of rows the run has, inside a transaction."""
+    asked = {
+        "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
+        "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
+        "critic_calls": "SELECT 1 AS one FROM critic_calls WHERE run_id = :id LIMIT 1",
+        "agents": "SELECT 1 AS one FROM agent_attempts WHERE run = :name LIMIT 1",
+        "evals": "SELECT 1 AS one FROM runs WHERE measures_id = :id LIMIT 1",
+    }
+    values = {"id": run_id, "name": name}
+    return {what: bool(select_rows(tx, query, **_used(query, values))) for what, query in asked.items()}
+
+
+def _used(query: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if f":{key}" in query}
+
+
+def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
+    """The names of the parts of the run's rewards, inside a transaction: those with a weight, and those given of late."""
+    sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", ("weights",), id=run_id)
+    query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
+    given = [row["part"] for row in select_rows(tx, query, name=name)]
+    return sorted({*given, *(part for each in sets for part in each["weights"])})

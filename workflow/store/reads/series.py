@@ -1,0 +1,146 @@
+"""Any number of any view as a series over a run's iterations, read in windows of rows: each window gives partial sums, which
+whoever asks adds up.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptRow
+from agentrl.workflow.store.reads.annotation_rows import AnnotationRow
+from agentrl.workflow.store.reads.call_rows import CallRow
+from agentrl.workflow.store.reads.episode_rows import EpisodeRow
+from agentrl.workflow.store.reads.eval_results import EvalRow
+from agentrl.workflow.store.reads.group_rows import GroupRow
+from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
+from agentrl.workflow.store.reads.ledger import FateRow
+from agentrl.workflow.store.reads.paging import ViewRow, cursor_error, decode_cursor, encode_cursor, is_id
+from agentrl.workflow.store.reads.resource_rows import CriticCallRow, ResourceRow
+from agentrl.workflow.store.reads.reward_rows import RewardRow
+from agentrl.workflow.store.reads.run_rows import RunRow, run_id_and_name
+from agentrl.workflow.store.reads.step_rows import StepRow
+from agentrl.workflow.tables.descriptions import VIEWS, column_meaning
+
+WINDOW_ROWS = 5000
+"""The most rows of one window."""
+
+ROWS: Mapping[str, type[ViewRow]] = {
+    kind.VIEW: kind
+    for kind in (
+        *(RunRow, EvalRow, IterationRow, GroupRow, EpisodeRow, StepRow, CallRow, AgentAttemptRow, AnnotationRow),
+        *(ResourceRow, CriticCallRow, RewardRow, UpdateRow, FateRow),
+    )
+}
+"""View -> its rows as values, whose fields say which columns are numbers."""
+OTHER_COLUMNS = {
+    "v_tool_sessions": (
+        *("run", "iteration", "episode_id", "attempt", "tool", "owner", "builds", "differs", "tainted", "created_at"),
+    ),
+    "v_episode_resources": ("run", "episode_id", "name", "version", "role", "status", "reward"),
+}
+"""The columns of views without numbered rows."""
+WINDOWS = {
+    "v_iterations": "iterations WHERE run_id = :id",
+    "v_groups": "groups WHERE run_id = :id",
+    "v_episodes": "episodes WHERE run_id = :id",
+    "v_steps": "steps WHERE run = :run",
+    "v_tool_calls": "tool_calls WHERE run = :run",
+    "v_agent_attempts": "agent_attempts WHERE run = :run",
+    "v_annotations": "annotations WHERE run = :run",
+    "v_rewards": "rewards WHERE run = :run",
+    "v_updates": "updates WHERE iteration_id IN (SELECT id FROM iterations WHERE run_id = :id)",
+}
+"""View with the columns run, iteration and id -> the table in which a run's rows are found by their numbers."""
+KIND = "series"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Partial sums of some rows: `iteration`, `count`, `sum`, `min`, `max` of the values that are numbers."""
+
+    rows: Sequence[Mapping[str, Any]]
+    next: str
+
+
+def list_views() -> list[dict[str, Any]]:
+    """Every view with its meaning and its columns: the meaning of each, and whether `read_series` charts it."""
+    return [
+        {
+            "view": view,
+            "meaning": meaning,
+            "columns": [
+                {"column": column, "meaning": column_meaning(view, column), "chartable": column in _numbers(view)}
+                for column in view_columns(view)
+            ],
+        }
+        for view, meaning in VIEWS.items()
+    ]
+
+
+def view_columns(view: str) -> tuple[str, ...]:
+    """The view's columns in their order."""
+    return tuple(ROWS[view].__slots__) if view in ROWS else OTHER_COLUMNS[view]
+
+
+@cache
+def _numbers(view: str) -> tuple[str, ...]:
+    """The columns of a view that are numbers, but for those that name rows."""
+    if view not in WINDOWS:
+        return ()
+    hints = get_type_hints(ROWS[view])
+    named = {"id", "iteration", *(name for name in hints if name.endswith("_id"))}
+    return tuple(name for name in view_columns(view) if name not in named and _is_number(hints[name]))
+
+
+def _is_number(hint: Any) -> bool:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return any(kind in (int, float, bool) for kind in kinds)
+
+
+@sql_read_transaction
+def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
+    """The next WINDOW_ROWS rows of a run in a view: what a column came to in each iteration.
+
+    Raises:
+        NotFoundError: there is no such run.
+        ConfigError: no such view or column of numbers, or no cursor of this series.
+    """
+    if view not in WINDOWS:
+        raise ConfigError(f"{view!r:.60} is no view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
+    if column not in _numbers(view):
+        raise ConfigError(f"{column!r:.60} is no number of {view}.", did_you_mean(column[:60], _numbers(view)))
+    found = run_id_and_name(tx, run)
+    of = [found["id"], view, column]
+    values = {"id": found["id"]} if ":id" in WINDOWS[view] else {"run": found["name"]}
+    window = f"SELECT id FROM {WINDOWS[view]} AND id > :last ORDER BY id LIMIT {WINDOW_ROWS}"
+    values |= {"last": _parse_cursor(cursor, of)}
+    (ends,) = select_rows(tx, f"SELECT max(id) AS last, count(*) AS count FROM ({window}) w", **values)
+    query = f"SELECT v.iteration, v.{column} AS value FROM ({window}) w JOIN {view} v ON v.id = w.id"
+    sums: dict[int, list[float]] = {}
+    for row in select_rows(tx, query, **values):
+        if row["value"] is not None and math.isfinite(row["value"]):
+            sums.setdefault(row["iteration"], []).append(row["value"])
+    following = encode_cursor(KIND, *of, ends["last"]) if ends["count"] == WINDOW_ROWS else ""
+    return Window([_summed(iteration, sums[iteration]) for iteration in sorted(sums)], following)
+
+
+def _summed(iteration: int, its: Sequence[float]) -> dict[str, Any]:
+    try:
+        total = math.fsum(its)
+    except OverflowError:
+        total = math.inf
+    return {"iteration": iteration, "count": len(its), "sum": total, "min": min(its), "max": max(its)}
+
+
+def _parse_cursor(cursor: str, of: Sequence[Any]) -> int:
+    if not cursor:
+        return 0
+    match decode_cursor(cursor, KIND):
+        case [*known, last] if known == [*of] and is_id(last):
+            return int(last)
+    raise cursor_error(cursor)

@@ -1,0 +1,252 @@
+"""The tasks of a run over its iterations: how they went, when each was solved, its best and its worst episode.
+
+A group is solved where its best episode is right: where the parts of the reward that decide it are at their full value, as in
+an evaluation (`stats.evaluation.is_right`); where no part decides, where the reward is 1 or more.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from typing import Any
+
+from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
+from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.row_values import clean
+
+TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
+"""What the list may be sorted by -> the column."""
+MOST_TASKS = 40
+"""The most tasks of a page."""
+MOST_EPISODES = 20_000
+"""The most episodes that are read for one page, those of the first groups."""
+POINTS = 60
+"""The most points of a task's curve."""
+MOST_GROUPS = 1000
+"""The most groups of one task's answer, the newest."""
+KIND = "tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class TasksPage:
+    """Some tasks of a run.
+
+    Args:
+        next: the cursor of those that follow.
+        solved_means: when a group counts as solved.
+        left_out: groups of these tasks whose episodes were too many to read: the newest ones.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    next: str
+    solved_means: str
+    left_out: int
+
+
+@sql_read_transaction
+def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
+    """At most MOST_TASKS tasks that the run has groups of, in one of TASK_ORDERS, by their first group unless one is asked for.
+
+    Args:
+        text: a text in the key or the reference.
+
+    Raises:
+        NotFoundError: there is no such run.
+        ConfigError: no such order, or no cursor of this list.
+    """
+    size = min(size, MOST_TASKS)
+    run_id = run_id_and_name(tx, run)["id"]
+    digest = blake2s(f"{run_id} {sort} {text}".encode("utf-8", "replace"), digest_size=6).hexdigest()
+    offset = _parse_cursor(cursor, digest)
+    where = "WHERE lower(t.key) LIKE lower(:text) ESCAPE '!' OR lower(t.reference) LIKE lower(:text) ESCAPE '!'" if text else ""
+    query = _TASKS.format(where=where, order=_order(sort))
+    asked: dict[str, Any] = {"id": run_id, "limit": size + 1, "offset": offset}
+    asked |= {"text": f"%{escape_like(clean(text))}%"} if text else {}
+    found = select_rows(tx, query, **asked)
+    rows, more = found[:size], len(found) > size
+    groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
+    rule = _load_rule(tx, run_id)
+    shown, left_out = _describe(tx, rule, rows, groups)
+    following = encode_cursor(KIND, digest, offset + size) if more else ""
+    return TasksPage(shown, following, rule.words, left_out)
+
+
+_MEMBERS = """
+    SELECT g.id, g.task_id, i.number + 1 AS iteration, g.mean_reward, g.std_reward FROM iterations i
+    JOIN groups g ON g.iteration_id = i.id WHERE i.run_id = :id
+    UNION ALL
+    SELECT g.id, g.task_id, i.number + 1, g.mean_reward, g.std_reward FROM iterations i
+    JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id WHERE i.run_id = :id"""
+_TASKS = f"""
+    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward FROM
+      (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
+              max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward
+       FROM (SELECT task_id, id, mean_reward,
+                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest
+             FROM ({_MEMBERS}) members) ranked GROUP BY task_id) s
+    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :id AND m.task_id = s.task_id
+    {{where}} ORDER BY {{order}} LIMIT :limit OFFSET :offset"""
+
+
+def _order(sort: str) -> str:
+    word = sort.removeprefix("-")
+    if not sort:
+        return "first_group"
+    if word not in TASK_ORDERS:
+        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
+    return f"{TASK_ORDERS[word]} {'ASC' if sort.startswith('-') else 'DESC'} NULLS LAST, first_group"
+
+
+def _parse_cursor(cursor: str, digest: str) -> int:
+    """How many tasks were shown; their order may have changed since."""
+    if not cursor:
+        return 0
+    match decode_cursor(cursor, KIND):
+        case [known, int(offset)] if known == digest and is_id(offset) and offset >= 0:
+            return offset
+    raise cursor_error(cursor)
+
+
+def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
+    """Task -> its groups, in order of their iterations."""
+    chosen = ", ".join(map(str, tasks)) or "NULL"
+    query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
+    found: dict[int, list[Row]] = {}
+    for row in select_rows(tx, query, id=run_id):
+        found.setdefault(row["task_id"], []).append(row)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which episode is right: see `stats.evaluation.is_right`."""
+
+    reward_set: int
+    weights: Mapping[str, float]
+    correct: Sequence[str]
+    gives: bool
+    own: Mapping[str, float]
+
+    def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
+        """Whether an episode of that reward and these parts is right."""
+        given = parts.keys() - self.own.keys() if self.gives else ()
+        found = is_right(parts, self.weights, self.correct, given)
+        return reward >= FULL_VALUE if found is None else found
+
+    @property
+    def words(self) -> str:
+        """The rule, for a person."""
+        if not self.gives and is_right({}, self.weights, self.correct) is None:
+            return "its best episode's reward is 1 or more"
+        most = max(self.weights.values(), default=0.0)
+        named = self.correct or [name for name, weight in self.weights.items() if weight == most > 0]
+        return f"its best episode is right: {', '.join(sorted(named)) or 'what the env gives'} at full value"
+
+
+def _load_rule(tx: Any, run_id: int) -> _Rule:
+    query = """
+        SELECT s.id, s.weights, r.manifest FROM runs r LEFT JOIN reward_sets s ON s.run_id = r.id AND s.name = r.reward_set
+        WHERE r.id = :id"""
+    row = select_rows(tx, query, ("weights", "manifest"), id=run_id)[0]
+    told: Mapping[str, Any] = row["manifest"].get("right_by", {})
+    own = row["weights"] or {}
+    return _Rule(row["id"] or 0, told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
+
+
+def _describe(
+    tx: Any, rule: _Rule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
+) -> tuple[list[dict[str, Any]], int]:
+    """The tasks with what their groups and episodes say, and how many groups' episodes were too many to read."""
+    ids = sorted(group["id"] for its in groups.values() for group in its)
+    ends = _load_ends(tx, ids)
+    right = _find_right(tx, rule, [*ends.values()])
+    shown = []
+    for row in rows:
+        mine = groups.get(row["task_id"], ())
+        its = [ends[group["id"]] for group in mine if group["id"] in ends]
+        solved = [group["iteration"] for group in mine if group["id"] in right]
+        told = {"first_solved": solved[0] if solved else None, "never_solved": not solved, "points": _thin(mine)}
+        shown.append({**row, **told, "best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")})
+    return shown, len(ids) - len(ends)
+
+
+def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
+    """Group -> its best and its worst done episode with their rewards, None where it has none; of the first groups."""
+    if not groups:
+        return {}
+    (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
+    read = groups[: max(1, MOST_EPISODES // max(1, first["size"]))]
+    done = "FROM episodes WHERE group_id = g.id AND status = 'done' ORDER BY reward"
+    ends = {"best": f"{done} DESC, id LIMIT 1", "worst": f"{done}, id LIMIT 1"}
+    columns = ", ".join(f"(SELECT id {end}) AS {name}, (SELECT reward {end}) AS {name}_reward" for name, end in ends.items())
+    query = f"SELECT g.id, {columns} FROM groups g WHERE g.id IN ({', '.join(map(str, read))})"
+    return {row["id"]: row for row in select_rows(tx, query)}
+
+
+def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
+    """The groups whose best episode is right."""
+    chosen = ", ".join(str(group["best"]) for group in groups if group["best"] is not None) or "NULL"
+    query = f"""
+        SELECT episode_id, part, sum(value) AS value FROM rewards
+        WHERE reward_set_id = :reward_set AND episode_id IN ({chosen}) GROUP BY episode_id, part"""
+    parts: dict[int, dict[str, float]] = {}
+    for row in select_rows(tx, query, reward_set=rule.reward_set):
+        parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
+    judged = (group for group in groups if group["best"] is not None)
+    return {group["id"] for group in judged if rule.judge(group["best_reward"], parts.get(group["best"], {}))}
+
+
+def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | None:
+    some = [group for group in groups if group[which] is not None]
+    if not some:
+        return None
+    found = choose(some, key=lambda group: group[f"{which}_reward"])
+    return {"episode": found[which], "reward": found[f"{which}_reward"]}
+
+
+def _thin(groups: Sequence[Row]) -> list[list[Any]]:
+    """[iteration, mean reward] of every Nth group that has one, and of the newest."""
+    points = [[group["iteration"], group["mean_reward"]] for group in groups if group["mean_reward"] is not None]
+    stride = -(-len(points) // (POINTS - 1))
+    return points if len(points) <= POINTS else [*points[:-1:stride], points[-1]]
+
+
+@sql_read_transaction
+def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
+    """A task of a run with its newest MOST_GROUPS groups, the oldest first, and their episodes' rewards.
+
+    Raises:
+        NotFoundError: no such run, or it has nothing of such a task.
+    """
+    found = run_id_and_name(tx, run)
+    query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
+    tasks = select_rows(tx, query, ("messages", "metadata"), task=storable_value(task))
+    role = select_rows(
+        tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=found["id"], task=storable_value(task)
+    )
+    groups = _load_groups(tx, found["id"], [task]).get(task, ()) if tasks else ()
+    if not (role or groups):
+        raise NotFoundError(f"{found['name']!r} has no task {task}.", f"agentrl episodes {found['name']}")
+    shown = groups[-MOST_GROUPS:]
+    rule = _load_rule(tx, found["id"])
+    (described,), left_out = _describe(tx, rule, tasks, {task: shown})
+    episodes = _load_group_episodes(tx, [group["id"] for group in shown])
+    return {
+        **described,
+        "role": role[0]["role"] if role else None,
+        "solved_means": rule.words,
+        "groups": [{**group, "episodes": episodes.get(group["id"], ())} for group in shown],
+        "left_out": len(groups) - len(shown) + left_out,
+    }
+
+
+def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    query = f"""
+        SELECT id, group_id, sample, status, stop_reason, reward FROM episodes
+        WHERE group_id IN ({", ".join(map(str, groups)) or "NULL"}) ORDER BY group_id, sample LIMIT {MOST_EPISODES}"""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in select_rows(tx, query):
+        found.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})
+    return found
