@@ -127,6 +127,7 @@ def _lengthen(database: Database, episode: int, tokens: int) -> None:
         for step in steps:
             longer = {"prompt_ids": b"", "sampled_ids": blob, "behavior_logprobs": bytes(4 * each)}
             tx.execute(update(schema.step_tokens).where(schema.step_tokens.c.step_id == step).values(longer))
+            tx.execute(update(schema.steps).where(schema.steps.c.id == step).values(prompt_tokens=0, sampled_tokens=each))
 
 
 def live() -> Table:

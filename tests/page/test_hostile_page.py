@@ -2,13 +2,11 @@
 
 import csv
 import json
-import math
 import os
 import random
 import string
 import subprocess
 import sys
-from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
-from sqlalchemy import Float, text
+from sqlalchemy import text
 
 from agentrl.workflow.errors import NotFoundError, ServiceError
 from agentrl.workflow.store import planning, steps
@@ -27,7 +25,7 @@ from agentrl.workflow.tables import schema
 from tests.benchmarks import synthetic
 from tests.support import played_runs
 from tests.support.browser import Service, Watched, chromium, service, settle
-from tests.support.hostile_rows import ATTACKS, FORMULA, make_hostile_model, poison
+from tests.support.hostile_rows import ATTACKS, FORMULA, MIXED, fill_with, make_hostile_model, poison
 from tests.support.own_postgres import own_postgres
 
 pytestmark = pytest.mark.slow
@@ -97,9 +95,13 @@ def served(hostile: Path) -> Iterator[Service]:
 
 
 def look_at(page: Page, served: Service, address: str) -> None:
-    """Opens the address as if it were pasted into a new tab."""
-    page.goto("about:blank")
-    page.goto(f"{served.url}{address}")
+    """Goes to the address, and waits until what is there is read."""
+    go_to(page, f"{served.url}{address}")
+
+
+def go_to(page: Page, url: str) -> None:
+    page.goto(url)  # what differs in its hash alone is no new document: the page itself goes there
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     page.wait_for_selector("main h1, main .problem")
     settle(page)
 
@@ -132,7 +134,8 @@ def hostile_views(home: Path) -> dict[str, str]:
     tag = ask(home, "SELECT tag FROM run_tags WHERE run_id = 1")[0][0]
     resources = [row[0] for row in ask(home, "SELECT id FROM resources WHERE run_id = 1 ORDER BY id LIMIT 2")]
     all_rows = urlencode({"q": "SELECT * FROM v_episodes ORDER BY id LIMIT 200"})
-    drawn = urlencode({"q": f'SELECT run, episode, reward AS "{ATTACKS[0]}" FROM v_episodes LIMIT 200', "as": "chart"})
+    column = ATTACKS[0].replace('"', '""')
+    drawn = urlencode({"q": f'SELECT run, episode, reward AS "{column}" FROM v_episodes LIMIT 200', "as": "chart"})
     wrong = urlencode({"q": f"SELECT '{ATTACKS[0]}' FROM \"{ATTACKS[1].replace(chr(34), '')}\""})
     choices = ("tab", "x", "with", "charts", "color", "sort", "text", "find", "other", "a", "b")
     chosen = urlencode(dict.fromkeys(choices, ATTACKS[0]))
@@ -220,7 +223,8 @@ def test_what_is_pointed_at_and_clicked_runs_nothing_either(hostile: Path, serve
 
 def test_a_csv_of_hostile_rows_holds_no_formula(served: Service, context: BrowserContext, tmp_path: Path) -> None:
     page = context.new_page()
-    query = 'SELECT final_answer AS "=1+1", stop_reason, run, task, -1.5 AS number FROM v_episodes ORDER BY id LIMIT 300'
+    more = "-1.5 AS number, char(10) || '=1', '＝1+1'"
+    query = f'SELECT final_answer AS "=1+1", stop_reason, run, task, {more} FROM v_episodes ORDER BY id LIMIT 300'
     look_at(page, served, f"#/sql?{urlencode({'q': query})}")
     with page.expect_download() as told:
         page.click("button:text-is('CSV')")
@@ -245,10 +249,7 @@ def test_an_export_of_a_hostile_run_runs_nothing(hostile: Path, context: Browser
     views |= {"episode": f"#/episode/{best[0]}", "group": f"#/group/{best[1]}"}
     views |= {tab: f"#/episode/{best[0]}?tab={tab}" for tab in ("tokens", "why", "said")}
     for name in ("run", *TABS, "iteration", "group", "episode", "tokens", "why", "said", "task", "no place"):
-        page.goto("about:blank")
-        page.goto(f"{file.as_uri()}{views[name]}")
-        page.wait_for_selector("main h1, main .problem")
-        settle(page)
+        go_to(page, f"{file.as_uri()}{views[name]}")
         unfold(page)
         problem = page.query_selector("main .problem")
         found = [*page.evaluate(INNOCENT), *watched.wrong]
@@ -356,37 +357,23 @@ def test_runs_without_an_update_or_without_anything_are_shown(
         look_at(watched.page, served, "#/")
         for name in ODD_NAMES:
             watched.page.click(f"main tbody a:text-is('{name}')")
-            watched.page.wait_for_selector("h1")
-            watched.see("waits for" if name.startswith("a") else "iteration 1")
-            assert watched.page.inner_text("h1") == name
+            watched.page.wait_for_selector(f"h1:text-is('{name}')")
             watched.page.click("nav.crumbs >> text=runs")
             watched.page.wait_for_selector("main tbody a")
     ended = command(tmp_path / "home", "ui", "--export", ODD_NAMES[0], "--out", str(tmp_path / "out.html"))
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.parametrize("number", ["9e999", "-9e999"])
-def test_infinity_in_every_number_is_shown_as_nothing(
-    tmp_path: Path, migrated_file: Path, context: BrowserContext, number: str
-) -> None:
+def test_infinity_and_nan_are_shown_as_nothing(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     home = tmp_path / "home"
     with closing(store_in(home, migrated_file)) as database, database.engine.begin() as tx:
-        synthetic.fill(tx, {"mine": 2, "live": 2})
-        for table in schema.metadata.sorted_tables:
-            for column in table.c:
-                if isinstance(column.type, Float):
-                    tx.execute(text(f"UPDATE {table.name} SET {column.name} = {number}"))
-        tx.execute(text('UPDATE annotations SET data = \'{"value": NaN, "more": [Infinity, -Infinity]}\''))
-        numbers = array("f", [math.nan, math.inf, -math.inf, -0.5] * (synthetic.SAMPLED_TOKENS // 4)).tobytes()
-        tx.execute(text("UPDATE step_tokens SET behavior_logprobs = :numbers"), {"numbers": numbers})
+        fill_with(tx, MIXED)
     ((group, task, episode),) = ask(home, DONE)
-    evals = [row[0] for row in ask(home, "SELECT run_id FROM evals ORDER BY run_id")]
     watched = Watched(context.new_page())
     with service(home) as served:
-        compared = f"#/compare?a={evals[0]}&b={evals[1]}"
-        check_views(watched, served, [*views_of(1, 1, group, episode, task), "#/run/2", "#/run/1?with=2", compared])
+        views = [*views_of(1, 1, group, episode, task), "#/run/2", "#/run/1?with=2", "#/compare?a=3&b=4"]
         query = urlencode({"q": "SELECT run, iteration, mean_reward, 9e999 AS b FROM v_iterations"})
-        check_views(watched, served, [f"#/sql?{query}", f"#/sql?{query}&as=chart"])
+        check_views(watched, served, [*views, f"#/sql?{query}", f"#/sql?{query}&as=chart"])
 
 
 def test_an_episode_of_ten_megabytes_is_shown_in_two(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
@@ -401,12 +388,15 @@ def test_an_episode_of_ten_megabytes_is_shown_in_two(tmp_path: Path, migrated_fi
         for position in (0, 1):
             played_runs.finish(database, work, position)
         with database.engine.begin() as tx:
-            tx.execute(text("UPDATE steps SET text = :long, content = :long, thought = :long"), {"long": long})
+            tx.execute(text("UPDATE steps SET text = :long, thought = :long WHERE id = 1"), {"long": long})
             said = json.dumps([{"role": "user", "content": long}])
-            tx.execute(text("UPDATE steps SET prompt = :said"), {"said": said})
+            tx.execute(text("UPDATE steps SET prompt = :said WHERE id = 1"), {"said": said})
             tx.execute(text("UPDATE tool_calls SET status = 'done', result = :long"), {"long": long})
-            tx.execute(text("UPDATE episodes SET final_answer = :long, error = :long"), {"long": long})
-            tx.execute(text("UPDATE tasks SET messages = :said, reference = :long"), {"said": said, "long": long})
+            tx.execute(text("UPDATE episodes SET final_answer = :long, error = :long WHERE id = 1"), {"long": long})
+            tx.execute(
+                text("UPDATE tasks SET messages = :said, reference = :long WHERE id = 1"),
+                {"said": said, "long": long},
+            )
     ((group, task, episode),) = ask(home, "SELECT group_id, task_id, id FROM episodes ORDER BY id LIMIT 1")
     page = context.new_page()
     watched = Watched(page)

@@ -5,11 +5,12 @@ in attributes, in SVG, in URLs and styles; formulas; characters that are not see
 """
 
 import json
+import math
 from array import array
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import JSON, CheckConstraint, Column, Connection, String, Table, Text, text
+from sqlalchemy import JSON, CheckConstraint, Column, Connection, Float, String, Table, Text, text
 
 from agentrl.workflow.tables import schema
 from tests.benchmarks import synthetic
@@ -38,6 +39,8 @@ KEPT = {
     ("episodes", "stop_reason"), ("tool_calls", "sandbox"), ("tool_calls", "exit_status"),
 }  # fmt: skip
 """What has a rule of its own below, or none that a person writes."""
+MIXED = "CASE rowid % 3 WHEN 0 THEN 9e999 WHEN 1 THEN -9e999 ELSE {} END"
+"""Of three rows one holds infinity, one the other infinity, one what it held: as a format of the column."""
 TOKENS = (synthetic.PROMPT_TOKENS, synthetic.SAMPLED_TOKENS)
 RARELY = {"dropped", "skipped", "new_row", "broken", "error_class", "error"}
 """What is empty in a row of which all is well: filled in every third."""
@@ -87,8 +90,13 @@ def _names(tx: Connection) -> None:
         for table in schema.metadata.sorted_tables:
             if "run" in table.c:
                 tx.execute(text(f"UPDATE {table.name} SET run = :now WHERE run = :name"), {"now": now, "name": name})
-    tx.execute(text("UPDATE runs SET reward_set = :own"), {"own": OWN})
-    tx.execute(text("UPDATE reward_sets SET name = :own WHERE name = 'default'"), {"own": OWN})
+    tx.execute(text("UPDATE runs SET reward_set = :own WHERE kind <> 'eval'"), {"own": OWN})
+    tx.execute(
+        text(
+            "UPDATE reward_sets SET name = :own WHERE name = 'default' AND run_id IN (SELECT id FROM runs WHERE kind <> 'eval')"
+        ),
+        {"own": OWN},
+    )
 
 
 def _overwrite(tx: Connection, table: Table) -> None:
@@ -132,3 +140,15 @@ def _config() -> dict[str, Any]:
     said = "".join(ATTACKS)
     odd = {"algorithm": {"name": said, said: said}, "rollout": {"group_size": 8, said: said}, said: {said: said}}
     return {"env": said, "name": said, "dataset": {"name": said, "split": said}, "model": {"name": said}, **odd}
+
+
+def fill_with(tx: Connection, number: str) -> None:
+    """A store with that number in every column of numbers that holds it."""
+    synthetic.fill(tx, {"mine": 2, "live": 2})
+    for table in schema.metadata.sorted_tables:
+        for column in table.c:
+            if isinstance(column.type, Float):
+                tx.execute(text(f"UPDATE {table.name} SET {column.name} = {number.format(column.name)}"))
+    tx.execute(text('UPDATE annotations SET data = \'{"value": NaN, "more": [Infinity, -Infinity]}\''))
+    numbers = array("f", [math.nan, math.inf, -math.inf, -0.5] * (synthetic.SAMPLED_TOKENS // 4)).tobytes()
+    tx.execute(text("UPDATE step_tokens SET behavior_logprobs = :numbers"), {"numbers": numbers})

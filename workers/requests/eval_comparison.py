@@ -1,5 +1,6 @@
 """Two evaluations side by side: what of them may be compared, and what else than the policies may explain a difference."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,9 @@ class Sides:
 
     def compare_means(self, seed: int = 0) -> PairedComparison:
         """The difference of their rewards on the tasks that both have a reward for."""
-        first, second = ({task: mean for task, mean in side.items() if mean is not None} for side in self.means)
+        first, second = (
+            {task: mean for task, mean in side.items() if mean is not None and math.isfinite(mean)} for side in self.means
+        )
         return compare_paired(first, second, seed)
 
     def compare_rights(self, seed: int = 0) -> PairedComparison:

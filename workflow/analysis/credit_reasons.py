@@ -59,7 +59,7 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
         "value": credit.recorded,
         "algorithm": credit.algorithm,
         "reward": None if credit.own is None else credit.own.reward,
-        "group_mean": fmean(rewards) if rewards else None,
+        "group_mean": fmean(rewards) if rewards and all(map(math.isfinite, rewards)) else None,
         "group_std": _deviation(rewards),
         "group_size": len(rewards),
     }

@@ -19,7 +19,7 @@ export function LanesView({ run, version, row }) {
       <button type="button" disabled=${data.from <= 1} onClick=${() => (setFrom(String(Math.max(1, data.from - 5))), setTo(String(Math.max(1, data.from - 1))))}>← earlier</button>
       <button type="button" disabled=${!from && !to} onClick=${() => (setFrom(""), setTo(""))}>newest</button>
     </div>
-    <${Lanes} data=${data} run=${run} />
+    ${data.spans.some((span) => span.start) ? html`<${Lanes} data=${data} run=${run} />` : html`<p class="quiet">Nothing was worked on in these iterations.</p>`}
     ${data.left_out ? html`<p class="quiet">${plural(data.left_out, "more piece")} of work not shown: choose fewer iterations.</p>` : ""}`}<//>`;
 }
 
@@ -28,7 +28,6 @@ function Lanes({ data, run }) {
   const [over, setOver] = useState(null);
   const now = Date.now();
   const spans = data.spans.filter((span) => span.start).map((span) => ({ ...span, a: Date.parse(span.start), b: span.end ? Date.parse(span.end) : now }));
-  if (!spans.length) return html`<p class="quiet">Nothing was worked on in these iterations.</p>`;
   const start = Math.min(...spans.map((span) => span.a));
   const end = Math.max(...spans.map((span) => span.b), start + 1);
   const place = (at) => LEFT + ((at - start) / (end - start)) * Math.max(50, width - LEFT - 10);

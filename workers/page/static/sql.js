@@ -51,7 +51,7 @@ function Result({ found, as, setAs }) {
 export function csv({ columns, rows }) {
   const cell = (value) => {
     const text = value === null ? "" : String(json(value));
-    const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+    const safe = typeof value === "string" && /^[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/.test(text) ? `'${text}` : text;
     return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
   return [columns, ...rows].map((row) => row.map(cell).join(",")).join("\r\n");

@@ -8,7 +8,7 @@ import { useChoice } from "./route.js";
 import { Problem, Select } from "./ui.js";
 
 const PAGE = 4096;
-const BLOCK = 256;
+const BLOCK = 128;
 const SHADES = 9;
 const MOST_CHART_POINTS = 8000;
 const MOST_TOKENS = 65536;
@@ -114,23 +114,55 @@ function Segment({ segment, strip, words, hidden }) {
   </span>`;
 }
 
-/** 256 tokens, drawn only near what is looked at: before and after, a place of the same height. */
+/** Some tokens, drawn only near what is looked at; elsewhere a place of about the same height. Plain elements: thousands of them. */
 function Block({ start, end, segment, strip, words }) {
   const holder = useRef(null);
-  const [near, setNear] = useState(start < 4 * BLOCK);
-  const height = useRef(0);
+  const draw = useRef(null);
+  draw.current = () => {
+    const tokens = [];
+    for (let index = start; index < end; index += 1) tokens.push(tokenElement(strip, segment, index, words));
+    holder.current.replaceChildren(...tokens);
+  };
   useEffect(() => {
-    const look = new IntersectionObserver(([entry]) => {
-      if (!entry.isIntersecting) height.current = holder.current?.offsetHeight || height.current;
-      setNear(entry.isIntersecting);
-    }, { rootMargin: "600px" });
-    look.observe(holder.current);
-    return () => look.disconnect();
+    const element = holder.current;
+    watchBlock(element, (near) => {
+      if (near) draw.current();
+      else {
+        element.style.minHeight = `${element.offsetHeight}px`;
+        element.replaceChildren();
+      }
+    });
+    return () => unwatchBlock(element);
   }, []);
-  if (!near) return html`<span ref=${holder} class="block far" style=${{ height: `${height.current || 22 * Math.ceil((end - start) / 20)}px` }}></span>`;
-  const tokens = [];
-  for (let index = start; index < end; index += 1) tokens.push(html`<span key=${index} class=${`t ${words.shade(valueAt(strip, segment, index, words.kind === "diverging" ? "advantage" : "logprob"))}`} data-i=${index}>${tokenText(strip.texts[index])}</span>`);
-  return html`<span ref=${holder} class="block">${tokens}</span>`;
+  useEffect(() => {
+    if (holder.current.childElementCount) draw.current();
+  }, [words, end]);
+  return html`<span ref=${holder} class="block" style=${{ minHeight: `${22 * Math.max(1, Math.round((end - start) / 40))}px` }}></span>`;
+}
+
+function tokenElement(strip, segment, index, words) {
+  const element = document.createElement("span");
+  element.className = `t ${words.shade(valueAt(strip, segment, index, words.kind === "diverging" ? "advantage" : "logprob"))}`;
+  element.dataset.i = index;
+  element.textContent = tokenText(strip.texts[index]);
+  return element;
+}
+
+const blockWatchers = new Map();
+let blockObserver = null;
+
+/** Calls `told` with whether the element is near what is looked at, whenever that changes; one observer for all. */
+function watchBlock(element, told) {
+  blockObserver ??= new IntersectionObserver((entries) => {
+    for (const entry of entries) blockWatchers.get(entry.target)?.(entry.isIntersecting);
+  }, { rootMargin: "900px" });
+  blockWatchers.set(element, told);
+  blockObserver.observe(element);
+}
+
+function unwatchBlock(element) {
+  blockWatchers.delete(element);
+  blockObserver?.unobserve(element);
 }
 
 function tokenText(text) {

@@ -97,6 +97,6 @@ def _span(row: Row, lane: int) -> dict[str, Any]:
     """An update is as long as it said, where it is over: its iteration may have waited before."""
     start, end = row["started_at"], row["finished_at"]
     if row["kind"] == "update" and end is not None and row["seconds"] is not None:
-        start = end - timedelta(seconds=min(row["seconds"], 1e9))
+        start = end - timedelta(seconds=min(max(0.0, row["seconds"]), 1e9))
     told = {name: row[name] for name in ("kind", "id", "iteration", "status")}
     return {"lane": lane, **told, "start": start, "end": end}

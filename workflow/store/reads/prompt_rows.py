@@ -88,7 +88,8 @@ def _sum_up(groups: Sequence[int], rewards: Mapping[int, Row]) -> dict[str, Any]
 
 def _mean(groups: Sequence[Row]) -> float | None:
     episodes = sum(row["episodes"] for row in groups)
-    return sum(row["reward"] for row in groups) / episodes if episodes else None
+    rewards = [row["reward"] for row in groups]
+    return sum(rewards) / episodes if episodes and None not in rewards else None  # the sum of infinities is none
 
 
 def _listed(numbers: Collection[int]) -> str:
