@@ -135,7 +135,7 @@ def hostile_views(home: Path) -> dict[str, str]:
     resources = [row[0] for row in ask(home, "SELECT id FROM resources WHERE run_id = 1 ORDER BY id LIMIT 2")]
     all_rows = urlencode({"q": "SELECT * FROM v_episodes ORDER BY id LIMIT 200"})
     column = ATTACKS[0].replace('"', '""')
-    drawn = urlencode({"q": f'SELECT run, episode, reward AS "{column}" FROM v_episodes LIMIT 200', "as": "chart"})
+    drawn = urlencode({"q": f'SELECT run, id, reward AS "{column}" FROM v_episodes LIMIT 200', "as": "chart"})
     wrong = urlencode({"q": f"SELECT '{ATTACKS[0]}' FROM \"{ATTACKS[1].replace(chr(34), '')}\""})
     choices = ("tab", "x", "with", "charts", "color", "sort", "text", "find", "other", "a", "b")
     chosen = urlencode(dict.fromkeys(choices, ATTACKS[0]))
@@ -185,16 +185,19 @@ REFUSED = {"wrong sql", "no place", "no run", "choices", "charts"}
 def test_nothing_that_anybody_wrote_runs_in_any_view(hostile: Path, served: Service, context: BrowserContext) -> None:
     watched = Watched(context.new_page())
     bad: dict[str, Any] = {}
+    shown = 0
     for name, address in hostile_views(hostile).items():
         look_at(watched.page, served, address)
         unfold(watched.page)
         problem = watched.page.query_selector("main .problem")
         found = watched.page.evaluate(INNOCENT)
+        shown += "pwned" in watched.page.inner_text("main")
         found += [f"problem: {problem.inner_text()[:300]}"] if problem and name not in REFUSED else []
         found += [said for said in watched.wrong if not (name in REFUSED and "status of 4" in said)]
         bad |= {name: found} if found else {}
         watched.wrong.clear()
     assert bad == {}
+    assert shown >= 30  # as texts
     assert watched.hosts <= {f"127.0.0.1:{served.port}", "blank", ""}
 
 

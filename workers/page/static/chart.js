@@ -125,7 +125,7 @@ function chartOptions({ width, height, log, xIsTime, sync, range, weight, state,
   const series = [{}];
   roles.forEach(({ line, role }, index) => {
     const color = css(line.color);
-    if (role === "high") bands.push({ series: [index + 1, index], fill: `${color}26` });
+    if (role === "high" && !line.dots) bands.push({ series: [index + 1, index], fill: `${color}26` });
     series.push(lineStyle(line, role, color));
   });
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--rule"), width: 1 }, ticks: { stroke: css("--rule"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
@@ -145,7 +145,7 @@ function chartOptions({ width, height, log, xIsTime, sync, range, weight, state,
       drag: { x: true, y: false },
       bind: { click: pickWhere(picked) },
     },
-    hooks: { setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css)] },
+    hooks: { setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css), (plot) => drawWhiskers(plot, state.current.data.roles, css)] },
   };
 }
 
@@ -164,7 +164,7 @@ function lineStyle(line, role, color) {
   if (role === "low" || role === "high") return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
   if (role === "raw") return { stroke: `${color}55`, width: 1, points: { show: false }, spanGaps: true };
   if (line.dots) return { stroke: color, width: 0, paths: () => null, points: { show: true, size: 6, fill: color, stroke: color } };
-  return { stroke: color, width: 1.75, spanGaps: true, points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < 3, size: 5, fill: color } };
+  return { stroke: color, width: 1.75, spanGaps: !line.gaps, points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < 3, size: 5, fill: color } };
 }
 
 function pickWhere(picked) {
@@ -173,6 +173,27 @@ function pickWhere(picked) {
     const { idx } = plot.cursor;
     if (picked.current && idx !== null && idx !== undefined) picked.current(plot.data[0][idx]);
   };
+}
+
+/** The interval of each dot that has one. */
+function drawWhiskers(plot, roles, css) {
+  const { ctx } = plot;
+  ctx.save();
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  roles.forEach(({ line, role }, index) => {
+    if (role !== "value" || !line.dots || !line.low) return;
+    ctx.strokeStyle = css(line.color);
+    const [low, high] = [plot.data[index - 1], plot.data[index]];
+    plot.data[0].forEach((x, at) => {
+      if (low[at] === null || high[at] === null) return;
+      const place = plot.valToPos(x, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(place, plot.valToPos(low[at], "y", true));
+      ctx.lineTo(place, plot.valToPos(high[at], "y", true));
+      ctx.stroke();
+    });
+  });
+  ctx.restore();
 }
 
 function drawMarks(plot, marks, css) {
