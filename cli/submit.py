@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,6 +176,7 @@ def submit(
     prepared = (
         _prepare_from_stored(asked, origins, policy) if asked.source.given else _prepare_from_model(asked, origins, dry_run)
     )
+    prepared = _with_origins(prepared, origins)
     _say_skipped(prepared.skipped_rows)
     for remark in (*_trainable_lines(prepared), *prepared.remarks):
         say(remark)
@@ -185,6 +187,13 @@ def submit(
         _show_plan(prepared, as_json)
         return
     send_run(prepared, wait, as_json)
+
+
+def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
+    """The request, with where each value that is no default came from, in the manifest's `origins`."""
+    chosen = {key: origin for key, origin in origins.items() if origin != "default"}
+    submission = replace(prepared.submission, manifest={**prepared.submission.manifest, "origins": chosen})
+    return replace(prepared, submission=submission)
 
 
 def _trainable_lines(prepared: Any) -> Iterator[str]:

@@ -153,6 +153,15 @@ def test_a_run_is_watched_from_its_first_iteration_to_its_end(lived: Stack, serv
     assert watched.wrong == []
 
 
+def test_the_config_says_who_chose_a_value(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["config"])
+    rows = {row.split("\t")[0]: row.split("\t")[-1] for row in page.inner_text("main tbody").splitlines() if "\t" in row}
+    assert rows["rollout.group_size"] == "flag"
+    assert rows["model.tool_format"] == "settled"
+    assert "seed" not in rows
+
+
 def test_back_and_forward_go_through_the_views(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     page.goto(served.url)

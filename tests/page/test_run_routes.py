@@ -16,6 +16,7 @@ from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.reads import curves, iteration_details, iteration_rows, lanes, ledger, run_summaries
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter
 from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.store.reads.run_details import StoredConfig
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.waiting_runs import find_wait_reason, wait_for
 from agentrl.workflow.tables import schema as tables
@@ -200,10 +201,20 @@ def test_a_config_is_compared_with_another_runs_key_by_key(database: Database) -
 
 
 def test_a_config_of_other_times_keeps_the_keys_that_nobody_knows_now_and_has_the_new_ones_at_their_defaults() -> None:
-    rows = {row["key"]: row for row in list_config({"seed": 3, "forgotten": {"option": "x"}, "agent": None})}
+    config = {"seed": 3, "forgotten": {"option": "x"}, "agent": None}
+    rows = {row["key"]: row for row in list_config(StoredConfig(config, None))}
     assert rows["forgotten.option"]["origin"] == rows["seed"]["origin"] == "given"
     assert {key for key, row in rows.items() if row["origin"] == "default"} == RunConfig().flat().keys() - {"seed"}
-    assert [row["key"] for row in compare_configs({"seed": 1}, {"seed": 2}) if row["differs"]] == ["seed"]
+    one, other = StoredConfig({"seed": 1}, None), StoredConfig({"seed": 2}, None)
+    assert [row["key"] for row in compare_configs(one, other) if row["differs"]] == ["seed"]
+
+
+def test_a_config_tells_where_each_value_came_from_that_somebody_chose() -> None:
+    config = {"seed": 0, "epochs": 3, "env": "math", "model": {"tool_format": "hermes"}}
+    chosen = {"seed": "flag", "epochs": "run.yaml", "env": "environment"}
+    rows = {row["key"]: row["origin"] for row in list_config(StoredConfig(config, chosen))}
+    assert {key: rows[key] for key in chosen} == chosen
+    assert (rows["model.tool_format"], rows["model.path"]) == ("settled", "default")
 
 
 # curves

@@ -1,39 +1,42 @@
 """A stored config, key by key: where each value came from, and how it differs from another run's.
 
-The rows of a run hold its settled values and not who said them: what equals the default is `default`, anything else `given`,
-by a person or by what settled the request (an algorithm's own options, the model's tool format).
+A run that `agentrl submit` made has written down where each value came from that a person chose: an option, a variable, a
+file. What it has else, and is no default, is `settled`: by the algorithm, the model, the run that it goes on from. Runs of
+before, and those that other commands make, say of such values only that they were `given`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.workers.page.shown.cutting import cut_value
+from agentrl.workers.page.shown.cutting import LISTED_CHARS, cut_value
 from agentrl.workflow.config import NO_AGENT, RunConfig, flatten
+from agentrl.workflow.store.reads.run_details import StoredConfig
 
 
-def list_config(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_config(config: StoredConfig) -> list[dict[str, Any]]:
     """Key, value, origin of each value, and `cut`: the characters of one that is too long to show."""
-    values, defaults = _flat(config), RunConfig().flat()
-    return [{"key": key, **_shown(value), "origin": _origin(defaults, key, value)} for key, value in values.items()]
+    values, origin = _flat(config.values), _origins(config)
+    return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
 
 
-def compare_configs(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
     """As `list_config`, with the `other` run's value, its origin, and whether they differ; null without another run."""
-    values, defaults = _flat(config), RunConfig().flat()
-    theirs = {} if other is None else _flat(other)
-    return [_compared(key, values, theirs, defaults) for key in dict.fromkeys((*values, *theirs))]
-
-
-def _compared(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    value, other = mine.get(key), theirs.get(key)
-    return {
-        "key": key,
-        **_shown(value),
-        "origin": _origin(defaults, key, value),
-        "other": cut_value(other)[0],
-        "other_origin": _origin(defaults, key, other) if theirs else None,
-        "differs": bool(theirs) and value != other,
-    }
+    values, origin = _flat(config.values), _origins(config)
+    if other is None:
+        unknown = {"other": None, "other_origin": None, "differs": False}
+        return [{"key": key, **_shown(value), "origin": origin(key, value), **unknown} for key, value in values.items()]
+    theirs, their_origin = _flat(other.values), _origins(other)
+    return [
+        {
+            "key": key,
+            **_shown(values.get(key)),
+            "origin": origin(key, values.get(key)),
+            "other": cut_value(theirs.get(key))[0],
+            "other_origin": their_origin(key, theirs.get(key)),
+            "differs": values.get(key) != theirs.get(key),
+        }
+        for key in dict.fromkeys((*values, *theirs))
+    ]
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,5 +50,15 @@ def _shown(value: Any) -> dict[str, Any]:
     return {"value": shown, "cut": cut}
 
 
-def _origin(defaults: Mapping[str, Any], key: str, value: Any) -> str:
-    return "default" if key in defaults and defaults[key] == value else "given"
+def _origins(config: StoredConfig) -> Callable[[str, Any], str]:
+    """Key and value -> where the value came from."""
+    defaults, known = RunConfig().flat(), config.origins
+
+    def origin(key: str, value: Any) -> str:
+        if known and isinstance(known.get(key), str):
+            return known[key][:LISTED_CHARS]
+        if key in defaults and defaults[key] == value:
+            return "default"
+        return "given" if known is None else "settled"
+
+    return origin

@@ -1,6 +1,7 @@
 """What a run is made of, beside its row: its config, its manifest, what people noted, what it has rows of."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
@@ -12,16 +13,29 @@ PARTS_FROM = 1000
 """The newest rewards, whose parts are a run's."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredConfig:
+    """A run's config.
+
+    Args:
+        values: by section.
+        origins: where each value that was chosen came from, by its dotted key; None: that was not written down.
+    """
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] | None
+
+
 @sql_read_transaction
-def find_config(tx: Any, run_id: int) -> Mapping[str, Any]:
+def find_config(tx: Any, run_id: int) -> StoredConfig:
     """The config of the run of that number, as it is stored.
 
     Raises:
         NotFoundError: there is no such run.
     """
     run_name(tx, run_id)
-    config: Mapping[str, Any] = select_rows(tx, "SELECT config FROM runs WHERE id = :id", ("config",), id=run_id)[0]["config"]
-    return config
+    (row,) = select_rows(tx, "SELECT config, manifest FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
+    return StoredConfig(row["config"], row["manifest"].get("origins"))
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
@@ -35,7 +49,8 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
     newest = select_rows(tx, f"{query} DESC LIMIT 1", id=run_id)
     told = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "key_scheme", "reward_set")}
     policies = {"first": first[0] if first else None, "newest": newest[0] if newest else None}
-    return {**run["manifest"], **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}
+    manifest = {name: value for name, value in run["manifest"].items() if name != "origins"}  # they stand beside the config
+    return {**manifest, **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}
 
 
 def load_notes(tx: Any, run_id: int) -> Sequence[Row]:
