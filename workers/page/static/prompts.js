@@ -4,16 +4,16 @@ import { html } from "./vendor/preact.js";
 import { path } from "./data.js";
 import { number, visible } from "./format.js";
 import { useChoice } from "./route.js";
-import { Asked, Fold, More, Table, Text, useData, useMore } from "./ui.js";
+import { Asked, Fold, More, Table, Text, useMore } from "./ui.js";
 
 const MOST_LINES = 1500;
 
 export function PromptsView({ run, version }) {
-  const found = useData(path(`runs/${run}/prompts`), version);
+  const found = useMore(path(`runs/${run}/prompts`), version);
   const [a, setA] = useChoice("a");
   const [b, setB] = useChoice("b");
   return html`<${Asked} of=${found} what="the prompts">${(data) => {
-    const byId = new Map(data.rows.map((row) => [String(row.id), row]));
+    const byId = new Map(found.rows.map((row) => [String(row.id), row]));
     const pick = (row) => (String(row.id) === a ? setA("") : !a ? setA(String(row.id)) : setB(String(row.id)));
     const columns = [
       { key: "name", label: "text", cell: (row) => `${visible(row.name)} @${row.version}` },
@@ -27,7 +27,8 @@ export function PromptsView({ run, version }) {
       { key: "diff", label: "difference", cell: (row) => html`<button type="button" aria-pressed=${String(row.id) === a || String(row.id) === b} onClick=${() => pick(row)}>${String(row.id) === a ? "A" : String(row.id) === b ? "B" : a ? "as B" : "as A"}</button>` },
     ];
     return html`${data.held_out && html`<${HeldOut} of=${data.held_out} />`}
-      <${Table} caption="Versions of its texts" columns=${columns} rows=${data.rows} rowKey=${(row) => row.id} />
+      <${Table} caption="Versions of its texts" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} /><${More} of=${found} />
+      ${data.left_out > 0 && html`<p class="quiet">Of ${number(data.left_out)} of these versions the groups are too many to count here: SELECT * FROM v_resources.</p>`}
       ${byId.get(a) && byId.get(b) && html`<h2>From @${byId.get(a).version} to @${byId.get(b).version}</h2><${LineDiff} one=${byId.get(a).text} other=${byId.get(b).text} />`}
       <${Critic} run=${run} version=${version} />`;
   }}<//>`;
