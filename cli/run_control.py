@@ -3,6 +3,7 @@
 Only `resume --epochs` and `--iterations` add up: each call makes the run that much longer.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ from agentrl.cli.run_view import iteration_numbers
 from agentrl.cli.targets import stored_database
 from agentrl.cli.watch import RunName
 from agentrl.workflow.config import MOST
-from agentrl.workflow.errors import ConfigError, ServiceError, WorkerError
+from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
 
 
 def _more_option(what: str) -> Any:
@@ -55,7 +56,11 @@ def resume(
     if longer:
         before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
     else:
-        before = planning.resume(stored_database(), run)
+        resumed = _set_going(row)
+        if resumed is None:  # the workers that were started for it are through with it
+            _show_run(row["name"], "done", row["status"], as_json)
+            return
+        before = resumed
     if not broker.is_in_memory(settings()):
         send_missing()  # sends even if no control loop runs
     _show_run(run, "running", before["status"], as_json, before["iterations"])
@@ -81,6 +86,23 @@ def cancel(run: RunName, as_json: Json = False) -> None:
     before = run_names.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "cancelled", "cancelled by hand")
     _show_run(run, "cancelled", before, as_json)
+
+
+def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Resumes a run that could be resumed a moment ago; None where it is done since then.
+
+    Raises:
+        StateError: somebody cancelled it meanwhile.
+    """
+    from agentrl.workflow.store import planning
+    from agentrl.workflow.store.reads import run_rows
+
+    try:
+        return planning.resume(stored_database(), row["name"])
+    except StateError:
+        if run_rows.describe_run(stored_database(), row["name"]).status != "done":
+            raise
+        return None
 
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:

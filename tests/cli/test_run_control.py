@@ -1,0 +1,47 @@
+"""`agentrl resume` where the run moves while the command looks at it."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.cli import services
+from agentrl.cli.main import main
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.connect import Database
+from tests.support.played_runs import submission
+
+
+@pytest.fixture
+def stranded(own_database: Database) -> Database:
+    """The process's own store with a run that nobody works on."""
+    planning.submit(own_database, submission("first"))
+    return own_database
+
+
+def sets(database: Database, status: str) -> Any:
+    """Workers that bring the run to that status as soon as they are there."""
+
+    def ready(*_: object, **__: object) -> list[str]:
+        with database.engine.begin() as tx:
+            tx.execute(text("UPDATE runs SET status = :status"), {"status": status})
+        return []
+
+    return ready
+
+
+def test_a_run_that_its_new_workers_end_before_the_command_is_through_was_resumed(
+    stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(services, "ready_workers", sets(stranded, "done"))
+    assert main(["resume", "first"]) == 0
+    assert "first: done (was running)" in capsys.readouterr().out
+    assert main(["resume", "first"]) == 6  # now there was nothing to do from the beginning
+
+
+def test_a_run_that_is_cancelled_meanwhile_was_not(
+    stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(services, "ready_workers", sets(stranded, "cancelled"))
+    assert main(["resume", "first"]) == 6
+    assert "is cancelled" in capsys.readouterr().err
