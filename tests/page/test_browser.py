@@ -291,7 +291,7 @@ def test_the_pictures_of_the_manual_are_made_of_the_demo(browser: Browser, tmp_p
     page = context.new_page()
     with service(tmp_path, "--demo") as demo:
         look_at(page, demo, "#/run/1")
-        assert page.locator(".chart canvas").count() >= 6
+        page.wait_for_selector(".chart canvas >> nth=3")
         page.screenshot(path=PICTURES / "page-run.png")
         look_at(page, demo, "#/episode/33?tab=tokens")
         page.locator(".segment.sampled .t:not(.odd-0)").first.hover()

@@ -1,6 +1,6 @@
 // Curves: lines with bands and marks over a common axis, whose hover is linked, drawn by uPlot.
 
-import { html, useEffect, useRef } from "./vendor/preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import uPlot from "./vendor/uplot.js";
 import { number } from "./format.js";
 import { useTheme } from "./theme.js";
@@ -33,6 +33,7 @@ export function smoothed(values, weight) {
  */
 export function Chart({ title, note, lines, marks = [], log = false, weight = 0, xLabel = "iteration", xIsTime = false, sync = "charts", height = HEIGHT, onPick, range, bare = false }) {
   const [holder, width] = useWidth();
+  const near = useNear(holder);
   const told = useRef(null);
   const theme = useTheme();
   const drawn = useRef(null);
@@ -46,7 +47,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   state.current = { shown, marks, data, xLabel, xIsTime };
 
   useEffect(() => {
-    if (!width || !shown.length) return undefined;
+    if (!width || !shown.length || !near) return undefined;
     const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, sync, range, weight, state, told, picked }), data.columns, holder.current);
     drawn.current = plot;
     tellValues(told.current, state.current, null);
@@ -54,7 +55,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
       drawn.current = null;
       plot.destroy();
     };
-  }, [shape, width > 0, shown.length > 0]);
+  }, [shape, width > 0, shown.length > 0, near]);
 
   useEffect(() => {
     if (drawn.current && width) drawn.current.setSize({ width, height });
@@ -73,6 +74,22 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
       ${!shown.length && html`<p class="quiet none">no numbers</p>`}
     </div>
   </figure>`;
+}
+
+/** Whether the element has been near what is looked at: a chart far below is drawn when somebody comes to it, or prints. */
+function useNear(holder) {
+  const [near, setNear] = useState(false);
+  useEffect(() => {
+    const look = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && setNear(true), { rootMargin: "300px" });
+    const print = () => setNear(true);
+    look.observe(holder.current);
+    addEventListener("beforeprint", print);
+    return () => {
+      look.disconnect();
+      removeEventListener("beforeprint", print);
+    };
+  }, []);
+  return near;
 }
 
 function describe(title, lines, xLabel) {
