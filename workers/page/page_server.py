@@ -1,13 +1,11 @@
 """The page's server: one process, one address, until it is told to end."""
 
 import asyncio
-import logging
 import signal
 import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from logging import getLogger
 from types import FrameType
 
 import uvicorn
@@ -15,7 +13,7 @@ import uvicorn
 from agentrl.workers.page.door import Door, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
-from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
+from agentrl.workers.serving.guarded_http import make_server, sweep
 from agentrl.workers.stack.listening import is_loopback
 
 MAX_HEAD_BYTES = 16 * 1024
@@ -46,24 +44,10 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
 def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
     """Serves until SIGINT or SIGTERM."""
     app = application(store, actions=bool(rules.action_token))
-    getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    config = uvicorn.Config(
-        Door(app, rules),
-        http=GuardedProtocol,
-        ws="none",
-        lifespan="off",
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_keep_alive=int(HEADER_SECONDS),
-        timeout_graceful_shutdown=GOODBYE_SECONDS,
-    )
+    server = make_server(Door(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
     signal.signal(signal.SIGTERM, _end)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
-        asyncio.run(_serve(uvicorn.Server(config), app.state, listening))
+        asyncio.run(_serve(server, app.state, listening))
 
 
 async def _serve(server: uvicorn.Server, state: object, listening: socket.socket) -> None:

@@ -5,7 +5,6 @@ port while its clients wait in the backlog. Its URL is in `service_leases`, for 
 """
 
 import asyncio
-import logging
 import os
 import resource
 import signal
@@ -18,8 +17,9 @@ from types import FrameType
 
 import uvicorn
 
+from agentrl.workers.serving import guarded_http
 from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, Limits
-from agentrl.workers.serving.guarded_http import HEADER_SECONDS, GuardedProtocol, sweep
+from agentrl.workers.serving.guarded_http import sweep
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
 from agentrl.workflow.errors import ServiceError
@@ -59,23 +59,8 @@ def _listener(host: str, port: int | None) -> socket.socket:
 
 
 def make_server(app: Endpoint) -> uvicorn.Server:
-    """The HTTP server of the application, without logs: hang-ups and bad requests are everyday, and paths hold keys."""
-    getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    config = uvicorn.Config(
-        app,
-        http=GuardedProtocol,
-        ws="none",
-        lifespan="off",
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_keep_alive=int(HEADER_SECONDS),
-        timeout_graceful_shutdown=GOODBYE_SECONDS,
-    )
-    return uvicorn.Server(config)
+    """The HTTP server of the endpoint, or of a policy that is served."""
+    return guarded_http.make_server(app, MAX_HEAD_BYTES, GOODBYE_SECONDS)
 
 
 async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:

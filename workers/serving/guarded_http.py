@@ -1,11 +1,14 @@
 """uvicorn's protocol, with an eye on clients that say nothing or read nothing, and refusals in the shape of the API."""
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
+from logging import getLogger
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.workers.serving.api_errors import ApiError
@@ -71,6 +74,31 @@ class GuardedProtocol(H11Protocol):
             for part in (head, h11.Data(data=error.body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(part) or b"")
         self.transport.close()
+
+
+def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn.Server:
+    """The HTTP server of an application, without logs: hang-ups and bad requests are everyday, and paths hold keys.
+
+    Args:
+        most_head_bytes: of a path with its headers.
+        goodbye_seconds: how long open calls may go on after it was told to end.
+    """
+    getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=most_head_bytes,
+        timeout_keep_alive=int(HEADER_SECONDS),
+        timeout_graceful_shutdown=goodbye_seconds,
+    )
+    return uvicorn.Server(config)
 
 
 async def sweep(connections: set[Any], seconds: float = SWEEP_SECONDS) -> None:
