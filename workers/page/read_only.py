@@ -11,7 +11,7 @@ from urllib.parse import quote
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.driver_reader import DriverTransaction, newest_revision
-from agentrl.workflow.store.reads.user_sql import sqlite_file
+from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.connect import Database
@@ -106,7 +106,6 @@ class ReadOnlyStore:
         from agentrl.workflow.store.connect import PLANNER_SETTINGS, database_url
 
         url = database_url(self.settings.database)
-        parts = {**url.translate_connect_args(username="user", database="dbname"), **url.query}
         chosen = {
             "statement_timeout": int(STATEMENT_SECONDS * 1000),
             "lock_timeout": int(LOCK_SECONDS * 1000),
@@ -114,7 +113,9 @@ class ReadOnlyStore:
         }
         options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
         try:
-            with psycopg.connect(**parts, connect_timeout=5, client_encoding="utf8", options=options) as connection:
+            with psycopg.connect(
+                **connection_parts(url), connect_timeout=5, client_encoding="utf8", options=options
+            ) as connection:
                 connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
                 yield DriverTransaction(connection, is_sqlite=False)
         except psycopg.errors.InsufficientPrivilege as error:

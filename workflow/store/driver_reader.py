@@ -8,7 +8,7 @@ upgrades, waits or says what is wrong.
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
@@ -173,6 +173,11 @@ def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **paramet
     if is_sqlite:
         return [{name: _from_sqlite(name, value, name in documents) for name, value in row.items()} for row in found]
     return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
+
+
+def among(numbers: Iterable[int]) -> str:
+    """The numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
+    return ", ".join(str(int(each)) for each in numbers) or "NULL"
 
 
 def _from_postgres(value: Any) -> Any:

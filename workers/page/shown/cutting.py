@@ -29,11 +29,6 @@ def _cut_row(row: Mapping[str, Any], most: int) -> Mapping[str, Any]:
     return {**row, **{name: parts[name][0] for name in cut}, "cut": cut} if cut else row
 
 
-def cut_text(text: str, most: int = SHOWN_CHARS) -> dict[str, Any]:
-    """`text`, the first characters of it, and `cut`: how many it has, or None where that is all."""
-    return {"text": text[:most], "cut": len(text) if len(text) > most else None}
-
-
 def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
     """A value of JSON's kinds as it is, and None; a larger one as the beginning of its text, and how many characters it has."""
     if isinstance(value, str):

@@ -8,6 +8,7 @@ from agentrl.workers.page.shown.config_rows import list_config
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
 from agentrl.workers.page.shown.within import Within
 from agentrl.workflow.store.reads import run_details, run_rows
+from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
 from agentrl.workflow.store.reads.run_rows import RunRow
@@ -43,7 +44,7 @@ def load_run(db: Within, run: int) -> dict[str, Any]:
         "waits_for": shown["waits_for"],
         "sampled_on": run_rows.why_sampling_on(db, name),
         "tags": shown["tags"],
-        "notes": cut_rows(run_details.load_notes(db.tx, run), SHOWN_CHARS),
+        "notes": cut_rows(notes_of(db.tx, run), SHOWN_CHARS),
         "sources": [asdict(each) for each in find_sources(db.tx, run)],
         "children": [asdict(each) for each in children[:CHILDREN_SHOWN]],
         "children_cut": len(children) > CHILDREN_SHOWN,

@@ -33,10 +33,6 @@ function Bound({ label, value, onChange }) {
   return html`<label class="select"><span>${label}</span><input class="bound" inputmode="decimal" size="5" value=${value} onChange=${(event) => onChange(event.currentTarget.value.trim())} /></label>`;
 }
 
-export function rewardClass(value, least, most) {
-  return value === null || value === undefined || least === most ? "" : value >= most ? "good" : value <= least ? "bad" : "";
-}
-
 function episodeColumns(iteration) {
   return [
     { key: "id", label: "episode", number: true, sort: "id", cell: (row) => html`<${Link} to=${["episode", row.id]}>${row.id}<//>` },

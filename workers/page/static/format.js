@@ -69,11 +69,6 @@ export function json(value) {
   return typeof value === "string" ? value : JSON.stringify(value, null, 2);
 }
 
-export function median(values) {
-  const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
-  return sorted.length ? sorted[sorted.length >> 1] : null;
-}
-
 /** A name, or the last part of a path. */
 export function lastPart(name) {
   const text = visible(name);

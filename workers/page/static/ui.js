@@ -3,7 +3,7 @@
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import { ask, exported } from "./data.js";
 import { ago, moment, number, visible } from "./format.js";
-import { go, href, readRoute } from "./route.js";
+import { href, readRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
 const kept = new Map();
@@ -235,11 +235,6 @@ export function useWidth() {
     return () => look.disconnect();
   }, []);
   return [holder, width];
-}
-
-export function openAt(address) {
-  go(address);
-  scrollTo(0, 0);
 }
 
 export function download(name, text, type) {

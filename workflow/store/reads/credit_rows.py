@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows
-from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, among, in_parts, shape_value
+from agentrl.workflow.store.driver_reader import Row, among, select_rows
+from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, in_parts, shape_value
 from agentrl.workflow.trajectory import WHOLE, Episode
 
 MOST_STEPS = 5000

@@ -118,11 +118,6 @@ def _step(row: Row) -> Step:
     )
 
 
-def among(ids: Sequence[int]) -> str:
-    """The numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
-    return ", ".join(map(str, ids)) or "NULL"
-
-
 def in_parts(ids: Sequence[int]) -> list[Sequence[int]]:
     """The numbers in parts of IDS_AT_ONCE."""
     return [ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -85,7 +85,7 @@ def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, lis
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, c.advantage, e.steps, e.sampled_tokens,
                e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
         FROM episodes e LEFT JOIN consumptions c ON c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train'
-        WHERE e.group_id IN ({", ".join(map(str, groups)) or "NULL"}) ORDER BY e.group_id, e.sample"""
+        WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
     found: dict[int, list[Row]] = {}
     for row in select_rows(tx, query, run=run_id):
         start, end = row["started_at"], row["finished_at"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.run_names import run_row
 
 NOTES_SHOWN = 200
@@ -39,11 +39,8 @@ def list_notes(tx: Any, run: str) -> Sequence[Row]:
 
 def tags_of(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
     """As load_tags, inside a transaction."""
-    if not ids:
-        return {}
-    listed = ", ".join(str(int(each)) for each in ids)
     found: dict[int, list[str]] = {}
-    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({listed})"):
+    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
         found.setdefault(row["run_id"], []).append(row["tag"])
     return {run: sorted(tags) for run, tags in found.items()}
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, is_id
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
@@ -52,7 +52,7 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Version -> its groups, and what their done episodes came to; of as many versions as have MOST_GROUPS groups."""
     query = f"""
-        SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({_listed(versions)})
+        SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
         ORDER BY resource_id LIMIT {MOST_GROUPS + 1}"""
     pairs = select_rows(tx, query)
     unread = pairs[-1]["resource_id"] if len(pairs) > MOST_GROUPS else None
@@ -69,7 +69,7 @@ def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Ro
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM
           (SELECT group_id, count(*) AS episodes, sum(reward) AS reward FROM episodes
-           WHERE group_id IN ({_listed(groups)}) AND status = 'done' GROUP BY group_id) e
+           WHERE group_id IN ({among(groups)}) AND status = 'done' GROUP BY group_id) e
         JOIN groups g ON g.id = e.group_id LEFT JOIN run_tasks m ON m.run_id = g.run_id AND m.task_id = g.task_id
         WHERE g.run_id = :id"""
     return {row["id"]: row for row in select_rows(tx, query, id=run_id)}
@@ -90,10 +90,6 @@ def _mean(groups: Sequence[Row]) -> float | None:
     episodes = sum(row["episodes"] for row in groups)
     rewards = [row["reward"] for row in groups]
     return sum(rewards) / episodes if episodes and None not in rewards else None  # the sum of infinities is none
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, numbers)) or "NULL"
 
 
 def _parse_cursor(cursor: str, run_id: int) -> int:

@@ -1,14 +1,12 @@
 """What a run is made of, beside its row: its config, its manifest, what people noted, what it has rows of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.run_rows import run_name
 
-NOTES_SHOWN = 200
-"""The most notes, the newest ones."""
 PARTS_FROM = 1000
 """The newest rewards, whose parts are a run's."""
 
@@ -51,12 +49,6 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
     policies = {"first": first[0] if first else None, "newest": newest[0] if newest else None}
     manifest = {name: value for name, value in run["manifest"].items() if name != "origins"}  # they stand beside the config
     return {**manifest, **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}
-
-
-def load_notes(tx: Any, run_id: int) -> Sequence[Row]:
-    """The newest notes on the run, the newest first, inside a transaction."""
-    query = "SELECT id, text, created_at FROM run_notes WHERE run_id = :id ORDER BY id DESC LIMIT :limit"
-    return select_rows(tx, query, id=run_id, limit=NOTES_SHOWN)
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:

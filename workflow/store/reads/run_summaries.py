@@ -1,12 +1,13 @@
 """What a list of runs shows beside their rows: algorithm, tags, a sparkline of the reward, tokens, what a run waits for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows
+from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.lost_workers import LOSS_EVENTS
+from agentrl.workflow.store.reads.label_rows import tags_of
 from agentrl.workflow.store.reads.run_rows import RunRow
 
 SPARK_POINTS = 60
@@ -44,7 +45,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
     if not runs:
         return {}
     ids = [run.id for run in runs]
-    algorithms, tags, sparks, sums = _algorithms(tx, ids), load_tags(tx, ids), _sparks(tx, ids), _sums(tx, ids)
+    algorithms, tags, sparks, sums = _algorithms(tx, ids), tags_of(tx, ids), _sparks(tx, ids), _sums(tx, ids)
     running = [run for run in runs if run.status == "running"]
     waits, steps, events = _waits(tx, running), _newest_steps(tx, running), _newest_events(tx, ids)
     return {
@@ -63,29 +64,12 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
     }
 
 
-def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
-    """Run -> its tags in their order, inside a transaction."""
-    found: dict[int, list[str]] = {}
-    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({_listed(ids)})"):
-        found.setdefault(row["run_id"], []).append(row["tag"])
-    return {run: sorted(tags) for run, tags in found.items()}
-
-
-def find_wait_reason(tx: Any, run: RunRow) -> str:
-    """What the rollouts of a running run wait for, inside a transaction: see `waiting_runs.find_wait_reason`."""
-    return _waits(tx, [run]).get(run.id, "") if run.status == "running" else ""
-
-
-def _listed(ids: Iterable[int]) -> str:
-    return ", ".join(str(int(each)) for each in ids)
-
-
 def _newest(*moments: datetime | None) -> datetime | None:
     return max((moment for moment in moments if moment is not None), default=None)
 
 
 def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str]:
-    query = f"SELECT id, config -> 'algorithm' ->> 'name' AS name FROM runs WHERE id IN ({_listed(ids)})"
+    query = f"SELECT id, config -> 'algorithm' ->> 'name' AS name FROM runs WHERE id IN ({among(ids)})"
     return {row["id"]: row["name"] for row in select_rows(tx, query)}
 
 
@@ -94,7 +78,7 @@ def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:
     query = f"""
         SELECT i.run_id, i.number + 1 AS iteration, i.mean_reward FROM
           (SELECT run_id, max(number) AS newest, max(number) / {SPARK_POINTS} + 1 AS stride FROM iterations
-           WHERE run_id IN ({_listed(ids)}) AND status = 'done' GROUP BY run_id) s
+           WHERE run_id IN ({among(ids)}) AND status = 'done' GROUP BY run_id) s
         JOIN iterations i ON i.run_id = s.run_id AND (i.number % s.stride = 0 OR i.number = s.newest)
         WHERE i.mean_reward IS NOT NULL ORDER BY i.run_id, i.number"""
     found: dict[int, list[list[float]]] = {}
@@ -107,14 +91,14 @@ def _sums(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
     query = f"""
         SELECT run_id, CAST(coalesce(sum(prompt_tokens + sampled_tokens), 0) AS BIGINT) AS tokens,
                max(finished_at) AS finished_at
-        FROM iterations WHERE run_id IN ({_listed(ids)}) GROUP BY run_id"""
+        FROM iterations WHERE run_id IN ({among(ids)}) GROUP BY run_id"""
     return {row["run_id"]: row for row in select_rows(tx, query)}
 
 
 def _newest_events(tx: Any, ids: Sequence[int]) -> dict[int, datetime]:
     query = f"""
         SELECT run_id, created_at FROM events WHERE id IN
-          (SELECT max(id) FROM events WHERE run_id IN ({_listed(ids)}) GROUP BY run_id)"""
+          (SELECT max(id) FROM events WHERE run_id IN ({among(ids)}) GROUP BY run_id)"""
     return {row["run_id"]: row["created_at"] for row in select_rows(tx, query)}
 
 
@@ -128,7 +112,7 @@ def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
     """What a worker said last; or that a running run makes the checkpoint again that the run samples with."""
     if not running:
         return {}
-    ids, losses = _listed(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)
+    ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)
     said = f"""
         SELECT run_id, detail FROM events WHERE kind = 'waiting' AND id IN
           (SELECT max(id) FROM events WHERE run_id IN ({ids}) AND kind NOT IN ({losses}) GROUP BY run_id)"""

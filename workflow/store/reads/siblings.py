@@ -5,16 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.store.driver_reader import Row, select_rows
+from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeRow
-from agentrl.workflow.store.reads.episode_shape import (
-    STEP_COLUMNS,
-    EpisodeShape,
-    among,
-    episode_shape,
-    in_parts,
-    shape_value,
-)
+from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, episode_shape, in_parts, shape_value
 from agentrl.workflow.store.reads.group_rows import GroupRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column

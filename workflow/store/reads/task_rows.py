@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
 from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_values import clean
@@ -111,7 +111,7 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
     """Task -> its groups, in order of their iterations."""
-    chosen = ", ".join(map(str, tasks)) or "NULL"
+    chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     found: dict[int, list[Row]] = {}
     for row in select_rows(tx, query, id=run_id):
@@ -181,13 +181,13 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
     done = "FROM episodes WHERE group_id = g.id AND status = 'done' ORDER BY reward"
     ends = {"best": f"{done} DESC, id LIMIT 1", "worst": f"{done}, id LIMIT 1"}
     columns = ", ".join(f"(SELECT id {end}) AS {name}, (SELECT reward {end}) AS {name}_reward" for name, end in ends.items())
-    query = f"SELECT g.id, {columns} FROM groups g WHERE g.id IN ({', '.join(map(str, read))})"
+    query = f"SELECT g.id, {columns} FROM groups g WHERE g.id IN ({among(read)})"
     return {row["id"]: row for row in select_rows(tx, query)}
 
 
 def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
     """The groups whose best episode is right."""
-    chosen = ", ".join(str(group["best"]) for group in groups if group["best"] is not None) or "NULL"
+    chosen = among(group["best"] for group in groups if group["best"] is not None)
     query = f"""
         SELECT episode_id, part, sum(value) AS value FROM rewards
         WHERE reward_set_id = :reward_set AND episode_id IN ({chosen}) GROUP BY episode_id, part"""
@@ -245,7 +245,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
 def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     query = f"""
         SELECT id, group_id, sample, status, stop_reason, reward FROM episodes
-        WHERE group_id IN ({", ".join(map(str, groups)) or "NULL"}) ORDER BY group_id, sample LIMIT {MOST_EPISODES}"""
+        WHERE group_id IN ({among(groups)}) ORDER BY group_id, sample LIMIT {MOST_EPISODES}"""
     found: dict[int, list[dict[str, Any]]] = {}
     for row in select_rows(tx, query):
         found.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})

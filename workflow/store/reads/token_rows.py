@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import select_rows
-from agentrl.workflow.store.reads.episode_shape import among, in_parts
+from agentrl.workflow.store.driver_reader import among, select_rows
+from agentrl.workflow.store.reads.episode_shape import in_parts
 from agentrl.workflow.store.row_values import unpack
 
 TOKEN_BYTES = 4

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.workflow.chains import EQUAL
-from agentrl.workflow.store.driver_reader import Row, select_rows
-from agentrl.workflow.store.reads.episode_shape import among, in_parts
+from agentrl.workflow.store.driver_reader import Row, among, select_rows
+from agentrl.workflow.store.reads.episode_shape import in_parts
 
 READ_CHARS = 20_001
 """The most characters that are read of a text: one more than is shown of any."""

@@ -154,7 +154,7 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
     chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNER_SETTINGS}
     options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
     try:
-        return psycopg.connect(**_connection_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
+        return psycopg.connect(**connection_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
         shown = url.render_as_string(hide_password=True)
@@ -166,8 +166,8 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
         raise ServiceError(f"The database {shown} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
 
 
-def _connection_parts(url: "URL") -> dict[str, Any]:
-    # Not as one text: libpq and SQLAlchemy quote a password differently.
+def connection_parts(url: "URL") -> dict[str, Any]:
+    """psycopg's arguments for a URL; not as one text: libpq and SQLAlchemy quote a password differently."""
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
 
