@@ -99,6 +99,16 @@ def test_an_episode_is_told_with_its_task_turns_calls_rewards_and_commands(datab
     assert found["commands"]["whatif"] is None  # nothing is trained yet
 
 
+def test_an_episode_knows_its_siblings_before_and_after_it(database: Database) -> None:
+    first_work(database)
+    page = PageOver(database)
+    ids = sorted(row["id"] for row in page.read("/api/runs/1/episodes", group=1, sort="id")["rows"])
+    beside = [page.read(f"/api/episodes/{episode}")["beside"] for episode in ids]
+    assert [each["previous"] for each in beside] == [None, *ids[:-1]]
+    assert [each["next"] for each in beside] == [*ids[1:], None]
+    assert len(ids) > 1
+
+
 def test_turns_come_in_pages_and_none_is_lost(database: Database) -> None:
     work = first_work(database)
     for index in range(7):

@@ -163,6 +163,13 @@ class Fork(BaseModel):
     status: str
 
 
+class Beside(BaseModel):
+    """Its siblings before and after it."""
+
+    previous: int | None
+    next: int | None
+
+
 class Parent(BaseModel):
     """The episode that it was forked from, and the first step that is its own."""
 
@@ -175,6 +182,7 @@ class WholeEpisode(BaseModel):
 
     episode: ShownRow
     run_kind: str
+    beside: Beside
     task: ShownTask
     agent: ShownRow | None
     turns: list[Turn]

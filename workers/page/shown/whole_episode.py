@@ -13,6 +13,7 @@ from agentrl.workflow.analysis.token_strip import place_chains
 from agentrl.workflow.chains import reasons_not_to_train
 from agentrl.workflow.store.reads.episode_relations import (
     load_agent,
+    load_beside,
     load_fate,
     load_forks,
     load_resources_of,
@@ -64,6 +65,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
     return {
         "episode": _shown_row(row, shape, texts),
         "run_kind": run["kind"],
+        "beside": load_beside(tx, episode, shape.group_id),
         "task": shown_task(load_task_of(tx, shape.task_id), texts),
         "agent": _shown_agent(load_agent(tx, shape), texts),
         "turns": load_turns(tx, shape, steps, texts),

@@ -20,6 +20,11 @@ export function path(base, parameters = {}) {
   return given.length ? `api/${base}?${query}` : `api/${base}`;
 }
 
+/** Whether a path can be asked: an export has what it recorded. */
+export function isThere(asked) {
+  return !recorded || Object.hasOwn(recorded.answers, asked);
+}
+
 export class Refused extends Error {
   constructor(status, message, hint) {
     super(message);
@@ -67,7 +72,7 @@ async function refusal(answer) {
 }
 
 function fromRecorded(asked) {
-  if (Object.hasOwn(recorded.answers, asked)) return recorded.answers[asked];
+  if (isThere(asked)) return recorded.answers[asked];
   throw new Refused(404, "This is not in the exported file.", recorded.left_out || "Open the store itself: agentrl ui");
 }
 

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { CommandOrButton } from "./actions.js";
-import { ask, exported, path } from "./data.js";
+import { ask, exported, isThere, path } from "./data.js";
 import { json, number, plural, seconds, visible } from "./format.js";
 import { readRoute, useChoice } from "./route.js";
 import { TokensView } from "./tokens.js";
@@ -27,7 +27,7 @@ function EpisodeView({ data }) {
     <div class="row base"><h1>Episode ${row.id}</h1> <${Badge} is=${row.status} />
       ${row.stop_reason && row.stop_reason !== "answered" ? html`<span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>` : ""}
       ${row.tainted && html`<span class="warn">tainted: not trained on</span>`}
-      <${Beside} row=${row} />
+      <${Beside} ...${data.beside} />
     </div>
     ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
     <${EpisodeFacts} data=${data} row=${row} />
@@ -36,11 +36,9 @@ function EpisodeView({ data }) {
 }
 
 /** Its siblings before and after it. */
-function Beside({ row }) {
-  const { data } = useData(exported() ? null : path(`runs/${row.run_id}/episodes`, { group: row.group_id, size: 200 }));
-  const ids = (data?.rows || []).map((each) => each.id);
-  const at = ids.indexOf(row.id);
-  return html`${at > 0 && html`<${Link} to=${["episode", ids[at - 1]]} query=${keepTab()} rel="prev">← sibling<//>`} ${at >= 0 && at < ids.length - 1 && html`<${Link} to=${["episode", ids[at + 1]]} query=${keepTab()} rel="next">sibling →<//>`}`;
+function Beside({ previous, next }) {
+  const link = (id, rel, text) => id !== null && isThere(path(`episodes/${id}`)) && html`<${Link} to=${["episode", id]} query=${keepTab()} rel=${rel}>${text}<//>`;
+  return html`${link(previous, "prev", "← sibling")} ${link(next, "next", "sibling →")}`;
 }
 
 function keepTab() {

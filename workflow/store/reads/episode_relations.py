@@ -43,6 +43,18 @@ def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
     return found[:MOST_REWARDS], count["n"] - MOST_REWARDS
 
 
+def load_beside(tx: Any, episode: int, group: int) -> Row:
+    """The episodes before and after it in its group, in the order of their samples; null: it is the first, the last."""
+    query = """
+        SELECT
+          (SELECT b.id FROM episodes b WHERE b.group_id = :group AND b.sample < e.sample
+           ORDER BY b.sample DESC LIMIT 1) AS previous,
+          (SELECT a.id FROM episodes a WHERE a.group_id = :group AND a.sample > e.sample
+           ORDER BY a.sample LIMIT 1) AS next
+        FROM episodes e WHERE e.id = :id"""
+    return select_rows(tx, query, id=episode, group=group)[0]
+
+
 def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
     """The newest MOST_FORKS episodes that go on from the episode, and how many more there are."""
     query = f"""
