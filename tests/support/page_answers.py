@@ -15,9 +15,10 @@ from agentrl.workflow.store.connect import Database
 class PageOver:
     """The service over one database, as its page asks it."""
 
-    def __init__(self, database: Database) -> None:
-        url = database.url.render_as_string(hide_password=False)
-        self._app = application(ReadOnlyStore(Settings(database_url=url)))
+    def __init__(self, database: Database | Settings) -> None:
+        if isinstance(database, Database):
+            database = Settings(database_url=database.url.render_as_string(hide_password=False))
+        self._app = application(ReadOnlyStore(database))
 
     def ask(self, path: str, **asked: Any) -> tuple[int, Any]:
         """The status and the document that a path answers; NaN and infinity in it are refused."""

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
+from agentrl.workflow.sql.readonly import sqlite_access
 from agentrl.workflow.store.driver_reader import DriverTransaction, newest_revision
 from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
 
@@ -89,7 +90,8 @@ class ReadOnlyStore:
         if not (file.is_file() and file.stat().st_size):
             raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
         try:
-            made = sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=LOCK_SECONDS, isolation_level=None)
+            url = f"file:{quote(str(file))}?{sqlite_access(file, 'mode=rw')}"
+            made = sqlite3.connect(url, uri=True, timeout=LOCK_SECONDS, isolation_level=None)
             with closing(made) as connection:
                 connection.execute("PRAGMA query_only=ON")
                 late = time.monotonic() + STATEMENT_SECONDS
@@ -131,4 +133,7 @@ def _translate(error: Exception, passing: bool) -> NoReturn:
     if not passing:
         raise error
     reason = " ".join(str(error).split())[:200]
-    raise Busy(f"The store cannot be read just now: {reason}.", "The page asks again by itself.") from error
+    hint = "The page asks again by itself."
+    if "unable to open" in reason:
+        hint = "Where its folder cannot be written, copy the store, with its files -wal and -shm, into one that can."
+    raise Busy(f"The store cannot be read just now: {reason}.", hint) from error

@@ -83,13 +83,17 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
     """Opens a connection that writes no file; it waits up to `seconds` for a writer's lock."""
-    return sqlite3.connect(f"file:{quote(str(file))}?{_access(file)}", uri=True, timeout=seconds)
+    return sqlite3.connect(f"file:{quote(str(file))}?{sqlite_access(file, 'mode=ro')}", uri=True, timeout=seconds)
 
 
-def _access(file: Path) -> str:
-    """The options of the file's URL: WAL mode cannot write in a read-only folder without a WAL file, so nobody else writes."""
+def sqlite_access(file: Path, usual: str) -> str:
+    """The options of the file's URL: `usual`, or those for a file that nobody writes.
+
+    In WAL mode SQLite makes files beside it to read it, which it cannot in a folder that is read-only; where no such file is
+    there, nobody writes.
+    """
     sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
-    return "immutable=1" if sealed else "mode=ro"
+    return "mode=ro&immutable=1" if sealed else usual
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:

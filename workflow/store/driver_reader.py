@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
+from agentrl.workflow.sql.readonly import sqlite_access
+
 if TYPE_CHECKING:
     from agentrl.workflow.store.connect import Database
 
@@ -99,7 +101,8 @@ class Reader:
             with _postgres(self._parts) as connection:
                 yield DriverTransaction(connection, is_sqlite=False)
             return
-        made = sqlite3.connect(f"file:{quote(str(self._file))}?mode=rw", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+        url = f"file:{quote(str(self._file))}?{sqlite_access(self._file, 'mode=rw')}"
+        made = sqlite3.connect(url, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         with closing(made) as connection:
             connection.execute("PRAGMA query_only=ON")
             connection.execute("BEGIN")

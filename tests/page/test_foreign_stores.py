@@ -1,0 +1,102 @@
+"""The page over a store that is not the reader's own: a folder without the right to write, a login that may only SELECT."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from agentrl.workers.page.export import write_export
+from agentrl.workers.page.read_only import ReadOnlyStore
+from agentrl.workflow.errors import AccessDenied
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads.run_rows import find_newest_run
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import play, start, submission
+
+AS_OTHERS = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+"""Root writes where permissions forbid it; without these it is as anybody."""
+
+
+def played(database: Database) -> None:
+    for group, reward in zip(start(database, submission()), (1.0, 0.25), strict=True):
+        play(database, group, reward)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[Path]:
+    """A folder that the commands below cannot write, once it is closed to them."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    yield folder
+    folder.chmod(0o755)
+
+
+def copy_into(folder: Path, database: Database, *ends: str) -> None:
+    """Copies the database's files and forbids to write there."""
+    for end in ends:
+        shutil.copy(f"{database.url.database}{end}", folder / f"agentrl.db{end}")
+    folder.chmod(0o555)
+
+
+def run_there(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"AGENTRL_DATABASE_URL": f"sqlite:///{folder / 'agentrl.db'}"}
+    command = [*AS_OTHERS, sys.executable, "-P", "-m", "agentrl.cli", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder.parent, check=False)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_store_in_a_folder_that_cannot_be_written_is_read(sqlite: Database, theirs: Path, killed: bool) -> None:
+    """Its last writer closed it, or was killed and left its log."""
+    played(sqlite)
+    if not killed:
+        sqlite.close()
+    copy_into(theirs, sqlite, "", *(("-wal", "-shm") if killed else ()))
+    before = sorted(theirs.iterdir())
+    exported = theirs.parent / "first.html"
+    for words, said in (
+        (("ui", "--export", "first", "--out", str(exported)), "MB"),
+        (("runs",), "first"),
+        (("sql", "SELECT reward FROM v_episodes"), "0.25"),
+    ):
+        done = run_there(theirs, *words)
+        assert (done.returncode, said in done.stdout) == (0, True), (words, done.stdout, done.stderr)
+    assert exported.stat().st_size > 100_000
+    assert sorted(theirs.iterdir()) == before
+
+
+def test_a_store_that_was_copied_without_its_index_where_none_can_be_made_says_what_to_copy(
+    sqlite: Database, theirs: Path
+) -> None:
+    played(sqlite)
+    copy_into(theirs, sqlite, "", "-wal")
+    done = run_there(theirs, "ui", "--export", "first", "--out", str(theirs.parent / "first.html"))
+    assert (done.returncode, "copy the store, with its files -wal and -shm" in done.stderr) == (4, True), done.stderr
+
+
+def reader_of(postgres: Database) -> str:
+    return postgres.url.set(username="agentrl_reader").render_as_string(hide_password=False)
+
+
+def test_the_reader_of_a_postgres_sees_the_whole_page(postgres: Database, tmp_path: Path) -> None:
+    played(postgres)
+    where = Settings(database_url=reader_of(postgres))
+    page, own = PageOver(where), PageOver(postgres)
+    of_run = ("", "/curves", "/ledger", "/lanes", "/tasks", "/events", "/config", "/iterations/1", "/episodes", "/annotations",
+              "/prompts", "/critic-calls")  # fmt: skip
+    others = ("/runs", "/groups/1", "/episodes/1", "/episodes/1/tokens", "/evals", "/views")
+    for path in (*(f"/api/runs/1{end}" for end in of_run), *(f"/api{path}" for path in others)):
+        assert page.read(path) == own.read(path), path
+    assert write_export(ReadOnlyStore(where), "first", tmp_path / "first.html", [], 20_000_000) == ""
+
+
+def test_a_login_that_may_not_read_the_rows_is_told_so(postgres: Database) -> None:
+    with postgres.engine.begin() as tx:
+        tx.execute(text("REVOKE SELECT ON runs FROM agentrl_reader"))
+    with pytest.raises(AccessDenied, match=r"may not read the store.*runs"):
+        find_newest_run(ReadOnlyStore(Settings(database_url=reader_of(postgres))))
