@@ -38,7 +38,7 @@ def measure() -> Measured:
                 with database.engine.begin() as tx:
                     synthetic.fill(tx, runs)
             print(f"{shape}: filled", flush=True)
-            tables.append(_routes(databases, shape, cases))
+            tables.append(ask_each(databases, shape, cases))
             print(tables[-1].shown(), flush=True)
             with cases.case(f"{shape}: in a browser"):
                 tables.append(page_in_browser.first_paints(databases["sqlite"], shape))
@@ -94,7 +94,8 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
     return found
 
 
-def _routes(databases: Mapping[str, Database], shape: str, cases: Cases) -> Table:
+def ask_each(databases: Mapping[str, Database], shape: str, cases: Cases) -> Table:
+    """Each of the page's questions, on both databases in turns."""
     asks = {kind: Asker(database) for kind, database in databases.items()}
     rows: list[tuple[float, list[object]]] = []
     for name, (path, asked) in paths_of(databases["sqlite"]).items():

@@ -15,7 +15,7 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
 from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import train_commits
+from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import label_rows
 from tests.support.played_runs import claim_training, play, start, submission, update_of, values
@@ -67,15 +67,23 @@ def test_tags_and_notes_are_written_by_the_commands_that_a_person_would_type(tra
     assert label_rows.list_tags(trained, "1") == ["-good"]
     assert label_rows.list_notes(trained, "1")[0]["text"] == "-- why\n\ufffd; rm -rf /"
     ((status, said),) = post(app, ("untag", {"run": 1, "text": "-good"}))
-    assert (status, said["exit_code"], said["command"]) == (200, 0, "agentrl tag 1 --remove=-good")
+    assert (status, said["exit_code"], said["command"]) == (200, 0, "agentrl tag --remove=-good -- first")
     assert label_rows.list_tags(trained, "1") == []
 
 
 def test_what_the_command_refuses_is_told_in_its_words(trained: Database) -> None:
-    ((status, said),) = post(application(store(trained), actions=True), ("tag", {"run": 99, "text": "good"}))
+    ((status, said),) = post(application(store(trained), actions=True), ("tag", {"run": 1, "text": "x" * 1000}))
     assert (status, said["timed_out"]) == (200, False)
     assert said["exit_code"] != 0
-    assert "There is no run '99'" in said["output"]
+    assert "is no tag" in said["output"]
+
+
+def test_the_run_of_that_number_is_meant_though_another_has_the_number_as_its_name(trained: Database) -> None:
+    planning.submit(trained, submission("1"))
+    app = application(store(trained), actions=True)
+    ((status, said), (unknown, _)) = post(app, ("tag", {"run": 1, "text": "good"}), ("note", {"run": 99, "text": "good"}))
+    assert (status, said["exit_code"], unknown) == (200, 0, 404)
+    assert (label_rows.list_tags(trained, "first"), label_rows.list_tags(trained, "1")) == (["good"], [])
 
 
 def test_the_words_are_those_that_the_page_shows_with_what_was_chosen(trained: Database) -> None:

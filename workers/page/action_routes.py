@@ -25,6 +25,7 @@ from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workers.page.shown.within import look
 from agentrl.workflow.errors import AccessDenied, ConfigError, StateError
 from agentrl.workflow.runtime import shown_text
+from agentrl.workflow.store.reads.run_rows import run_name
 from agentrl.workflow.store.row_values import clean
 
 router = APIRouter(prefix="/api/actions", tags=["actions"])
@@ -97,13 +98,14 @@ def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
 
     Raises:
         ConfigError: something is missing, or it cannot be done with this episode.
-        NotFoundError: there is no such episode.
+        NotFoundError: there is no such run or episode.
     """
     if kind in ("tag", "untag", "note"):
         if asked.run is None or not asked.text.strip():
             raise ConfigError(f"A {kind} needs a run and a text.", "Send `run` and `text`.")
-        run, said = str(asked.run), clean(asked.text)
-        return ["tag", run, f"--remove={said}"] if kind == "untag" else [kind, run, "--", said]
+        number, said = asked.run, clean(asked.text)
+        run = store.ask(lambda tx: run_name(tx, number))  # a command takes a number for a name first
+        return ["tag", f"--remove={said}", "--", run] if kind == "untag" else [kind, "--", run, said]
     shown = _shown_command(store, kind, asked)
     if kind == "fork":
         return [*_changed(shown, "--step", asked.step), *(["-n", str(asked.n)] if asked.n else ())]
