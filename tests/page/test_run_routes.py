@@ -104,21 +104,19 @@ def test_a_sparkline_of_a_long_run_is_thinned_evenly_and_ends_with_the_newest_it
     assert {after - before for before, after in itertools.pairwise(numbers[:-1])} == {9}
 
 
-@pytest.mark.parametrize(
-    "path", ["/api/runs/99", "/api/runs/99999999999999999999999999", "/api/runs/-1/curves", "/api/runs/7/tasks"]
-)
-def test_a_run_that_is_not_there_is_404_with_one_sentence(database: Database, path: str) -> None:
-    status, said = PageOver(database).ask(path)
-    assert status == 404
-    assert said["error"].startswith("There is no run")
-    assert said["hint"]
+def test_a_run_that_is_not_there_is_404_with_one_sentence(database: Database) -> None:
+    page = PageOver(database)
+    for path in ("/api/runs/99", "/api/runs/99999999999999999999999999", "/api/runs/-1/curves", "/api/runs/7/tasks"):
+        status, said = page.ask(path)
+        assert status == 404, path
+        assert said["error"].startswith("There is no run"), path
+        assert said["hint"], path
 
 
-@pytest.mark.parametrize(
-    "asked", [{"sort": "colour"}, {"cursor": "abc"}, {"cursor": "\U0001f600" * 40}, {"size": 0}, {"size": 1001}]
-)
-def test_an_order_cursor_or_size_that_there_is_not_is_422(database: Database, asked: dict[str, Any]) -> None:
-    assert PageOver(database).ask("/api/runs", **asked)[0] == 422
+def test_an_order_cursor_or_size_that_there_is_not_is_422(database: Database) -> None:
+    page = PageOver(database)
+    for asked in ({"sort": "colour"}, {"cursor": "abc"}, {"cursor": "\U0001f600" * 40}, {"size": 0}, {"size": 1001}):
+        assert page.ask("/api/runs", **asked)[0] == 422, asked
 
 
 def test_a_run_that_waits_says_for_what_in_the_list_as_watch_does(database: Database) -> None:
@@ -336,9 +334,10 @@ def test_lanes_say_how_many_spans_they_leave_out(grown: Database, monkeypatch: p
     assert {span["iteration"] for span in found["spans"]} == {2, 3}
 
 
-@pytest.mark.parametrize("asked", ["from=5&to=2", "from=-9", "to=99999999999999999999", "from=99999999999999999999999&to=-99"])
-def test_lanes_of_iterations_that_there_are_not_are_none_or_those_that_there_are(grown: Database, asked: str) -> None:
-    assert PageOver(grown).ask(f"/api/runs/1/lanes?{asked}")[0] == 200
+def test_lanes_of_iterations_that_there_are_not_are_none_or_those_that_there_are(grown: Database) -> None:
+    page = PageOver(grown)
+    for asked in ("from=5&to=2", "from=-9", "to=99999999999999999999", "from=99999999999999999999999&to=-99"):
+        assert page.ask(f"/api/runs/1/lanes?{asked}")[0] == 200, asked
 
 
 # iterations and episodes

@@ -45,9 +45,8 @@ def test_a_select_gives_columns_rows_and_how_long_it_took(sqlite: Database) -> N
     assert found["seconds"] < 5
 
 
-@pytest.mark.parametrize(
-    ("query", "status", "said"),
-    [
+def test_what_is_no_select_is_refused_in_one_sentence(sqlite: Database) -> None:
+    for query, status, said in (
         ("DELETE FROM runs", 403, "does more than read"),
         ("SELECT 1; SELECT 2", 403, "Only one statement"),
         ("PRAGMA writable_schema = 1", 403, "does more than read"),
@@ -57,11 +56,9 @@ def test_a_select_gives_columns_rows_and_how_long_it_took(sqlite: Database) -> N
         ("", 403, "gives no rows"),
         ("SELECT '\0'", 403, "NUL"),
         ("SELECT '\ud800'", 422, "surrogate"),
-    ],
-)  # fmt: skip
-def test_what_is_no_select_is_refused_in_one_sentence(sqlite: Database, query: str, status: int, said: str) -> None:
-    found, document = ask(sqlite, query)
-    assert (found, said in document["error"]) == (status, True), document
+    ):
+        found, document = ask(sqlite, query)
+        assert (found, said in document["error"]) == (status, True), document
 
 
 def test_an_answer_of_many_rows_or_long_values_is_cut_and_says_so(sqlite: Database) -> None:
@@ -87,10 +84,10 @@ def test_a_query_that_takes_too_long_is_stopped(sqlite: Database, monkeypatch: p
     assert (status, "took longer" in found["error"]) == (403, True)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"query": 1}', b"\xff", b"[" * 90_000, b'{"query": "' + b"1" * 90_000])
-def test_a_body_that_is_no_query_is_refused(sqlite: Database, body: bytes) -> None:
+def test_a_body_that_is_no_query_is_refused(sqlite: Database) -> None:
     where = Settings(database_url=sqlite.url.render_as_string(hide_password=False))
-    assert post(where, body)[0] == 422
+    for body in (b"", b"[]", b"{", b'{"query": 1}', b"\xff", b"[" * 90_000, b'{"query": "' + b"1" * 90_000):
+        assert post(where, body)[0] == 422, body[:20]
 
 
 def test_a_body_that_is_too_long_is_refused(sqlite: Database) -> None:

@@ -43,20 +43,21 @@ def test_a_word_that_is_both_given_and_taken_away_is_given(labelled: Database) -
     assert labels.change_tags(labelled, "first", ["good"], ["good"]) == ["good"]
 
 
-@pytest.mark.parametrize("word", ["", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65])
-def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database, word: str) -> None:
-    with pytest.raises(ConfigError, match="is no tag"):
-        labels.change_tags(labelled, "first", ["good", word])
-    assert label_rows.list_tags(labelled, "first") == []
-    assert labels.change_tags(labelled, "first", [], [word]) == []
+def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database) -> None:
+    for word in ("", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65):
+        with pytest.raises(ConfigError, match="is no tag"):
+            labels.change_tags(labelled, "first", ["good", word])
+        assert label_rows.list_tags(labelled, "first") == [], word
+        assert labels.change_tags(labelled, "first", [], [word]) == [], word
 
 
-@pytest.mark.parametrize("word", ["%", "_", "a/b", "🦊 ok", "'; DROP TABLE runs; --", "x" * 64])
-def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database, word: str) -> None:
-    labels.change_tags(labelled, "first", [word])
+def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database) -> None:
     page = PageOver(labelled)
-    assert [row["tags"] for row in page.read("/api/runs", tag=word)["rows"]] == [[word]]
-    assert page.read("/api/runs", tag="another")["rows"] == []
+    for word in ("%", "_", "a/b", "🦊 ok", "'; DROP TABLE runs; --", "x" * 64):
+        labels.change_tags(labelled, "first", [word])
+        assert [row["tags"] for row in page.read("/api/runs", tag=word)["rows"]] == [[word]], word
+        labels.change_tags(labelled, "first", [], [word])
+        assert page.read("/api/runs", tag=word)["rows"] == [], word
 
 
 def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +85,10 @@ def test_notes_are_kept_as_they_were_written_the_newest_first(labelled: Database
     assert [note["id"] for note in label_rows.list_notes(labelled, "1")] == [first]
 
 
-@pytest.mark.parametrize("text", ["", " \n ", "x" * (labels.MAX_NOTE_CHARS + 1)])
-def test_an_empty_note_or_a_book_is_refused(labelled: Database, text: str) -> None:
-    with pytest.raises(ConfigError, match="1 to 10000 characters"):
-        labels.add_note(labelled, "first", text)
+def test_an_empty_note_or_a_book_is_refused(labelled: Database) -> None:
+    for text in ("", " \n ", "x" * (labels.MAX_NOTE_CHARS + 1)):
+        with pytest.raises(ConfigError, match="1 to 10000 characters"):
+            labels.add_note(labelled, "first", text)
 
 
 def test_a_note_of_another_run_is_not_taken_away(labelled: Database) -> None:

@@ -110,9 +110,10 @@ def test_a_page_of_too_many_episodes_says_how_many_groups_it_did_not_read(
     assert [row["best"] is None for row in found["rows"]] == [False] * 10 + [True] * 10
 
 
-@pytest.mark.parametrize("asked", [{"sort": "colour"}, {"cursor": "abc"}, {"size": 0}, {"size": 1001}])
-def test_an_order_cursor_or_size_that_there_is_not_is_422(grown: Database, asked: dict[str, Any]) -> None:
-    assert PageOver(grown).ask("/api/runs/1/tasks", **asked)[0] == 422
+def test_an_order_cursor_or_size_that_there_is_not_is_422(grown: Database) -> None:
+    page = PageOver(grown)
+    for asked in ({"sort": "colour"}, {"cursor": "abc"}, {"size": 0}, {"size": 1001}):
+        assert page.ask("/api/runs/1/tasks", **asked)[0] == 422, asked
 
 
 def test_a_cursor_of_another_list_is_refused(grown: Database) -> None:
@@ -144,9 +145,10 @@ def test_a_long_task_is_cut_and_says_so(database: Database) -> None:
     assert found["cut"] == {"metadata": 50_014}
 
 
-@pytest.mark.parametrize("task", ["99", "99999999999999999999999", "-1"])
-def test_a_task_that_the_run_does_not_have_is_404(database: Database, task: str) -> None:
+def test_a_task_that_the_run_does_not_have_is_404(database: Database) -> None:
     played(database, (0.5, 1.0))
-    status, said = PageOver(database).ask(f"/api/runs/1/tasks/{task}")
-    assert status == 404
-    assert said["hint"] == "agentrl episodes first"
+    page = PageOver(database)
+    for task in ("99", "99999999999999999999999", "-1"):
+        status, said = page.ask(f"/api/runs/1/tasks/{task}")
+        assert status == 404, task
+        assert said["hint"] == "agentrl episodes first", task
