@@ -71,9 +71,9 @@ def test_an_answer_of_many_rows_or_long_values_is_cut_and_says_so(sqlite: Databa
 
 
 def test_values_that_are_no_json_come_as_what_is_nearest(sqlite: Database) -> None:
-    _, found = ask(sqlite, "SELECT 9e999 AS inf, -9e999, x'00ff' AS blob, 9223372036854775807 AS big")
+    _, found = ask(sqlite, "SELECT 9e999 AS inf, -9e999, x'00ff' AS blob, 9223372036854775807 AS big, 9007199254740991")
     assert found["rows"][0][:3] == [None, None, "(2 bytes)"]
-    assert found["rows"][0][3] == 2**63 - 1
+    assert found["rows"][0][3:] == ["9223372036854775807", 2**53 - 1]  # a browser would lose the digits of the first
     assert ask(sqlite, "SELECT char(0xd800)")[0] in (200, 422)
 
 

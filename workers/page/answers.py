@@ -13,21 +13,25 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Not
 
 RETRY_SECONDS = 1
 """When a page asks a busy store again."""
+EXACT = 2**53 - 1
+"""The greatest integer that a browser holds with all its digits."""
 _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
     (Busy, 503), (NotFoundError, 404), (AccessDenied, 403), (StateError, 409), (ConfigError, 422),
 )  # fmt: skip
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null."""
+    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as their digits."""
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
 def plain(value: Any) -> Any:
     """The value of JSON's own kinds."""
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, int):
+        return value if abs(value) <= EXACT else str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, datetime):
