@@ -21,7 +21,7 @@ _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as their digits."""
+    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as digits."""
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
