@@ -101,7 +101,7 @@ def _named_folder(asked: str | None, made: str) -> Path:
     """The folder of a model of that name among agentrl's own."""
     from agentrl.workflow.settings import settings
 
-    if asked is not None and not re.match(NAME_PATTERN, asked):
+    if asked is not None and not re.fullmatch(NAME_PATTERN, asked):
         raise ConfigError(f"--name {asked!r} is not a valid name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
     name = asked or made
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):

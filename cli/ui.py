@@ -71,7 +71,7 @@ def ui(
         if opened.rules.token:
             say("Other machines can reach it, over plain HTTP; whoever has the link can read everything.")
         if not no_browser:
-            _open_browser(opened.link)
+            _open_browser(opened.first_link)
         page_server.serve_page(store, listening, opened.rules)
 
 

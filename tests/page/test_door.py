@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,23 @@ def ask(store: ReadOnlyStore, rules: Rules, path: str, host: str = f"127.0.0.1:{
     """One request to the page as it is served."""
     method, headers = how.pop("method", "GET"), {"Host": host, **how.pop("headers", {})}
 
+    door = how.pop("door", None) or Door(served(store, bool(rules.action_token)), rules)
+
     async def send() -> httpx2.Response:
-        door = Door(served(store, bool(rules.action_token)), rules)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=door), base_url="http://127.0.0.1") as client:
             return await client.request(method, path, headers=headers, **how)
 
     return asyncio.run(send())
+
+
+def test_what_a_browser_is_started_with_is_a_token_once(store: ReadOnlyStore) -> None:
+    rules = replace(OPEN, once="first")
+    door = Door(served(store), rules)
+    answers = [ask(store, rules, "/?token=first", "trainer:7788", door=door) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [303, 401]
+    assert f"agentrl_ui_7788={TOKEN}" in answers[0].headers["set-cookie"]
+    assert ask(store, rules, f"/?token={TOKEN}", "trainer:7788", door=door).status_code == 303
+    assert ask(store, replace(rules, once=""), "/?token=", "trainer:7788").status_code == 401
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7788", "localhost:7788", "LOCALHOST:7788", "[::1]:7788"])
@@ -169,7 +181,8 @@ def test_on_another_interface_everything_wants_the_token(store: ReadOnlyStore) -
     assert (taken.status_code, taken.headers["location"]) == (303, "/")
     cookie = taken.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
-    for headers in ({"Cookie": cookie.split(";")[0]}, {"Authorization": f"Bearer {TOKEN}"}):
+    own = cookie.split(";")[0]
+    for headers in ({"Cookie": own}, {"Cookie": f"agentrl_ui_7788=bad; {own}"}, {"Authorization": f"Bearer {TOKEN}"}):
         assert ask(store, OPEN, "/api/store", "trainer.lab.example:7788", headers=headers).status_code == 200
     for host in ("evil.example:7788", "trainer.evil.example:7788"):
         assert ask(store, OPEN, "/api/store", host, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 421

@@ -1,7 +1,6 @@
 """What the page is told of one episode: turns, texts, tokens, why it has its advantage, on both databases."""
 
 import math
-import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -252,12 +251,14 @@ def test_an_answer_of_many_long_texts_stays_small(database: Database) -> None:
     assert min(len(each["content"]) for each in turns) == 200
 
 
-def test_names_are_quoted_where_a_shell_would_read_them(database: Database) -> None:
+def test_a_name_that_a_shell_would_read_is_typed_as_the_runs_number(database: Database) -> None:
     commit(database, first_work(database), turn(0, (1,), (2,)))
-    name = "a b; rm -rf $HOME'\"😀/x"
-    with altered(database, "runs", "name", "id = 1", name):
-        found = PageOver(database).read("/api/episodes/1")
-    assert shlex.split(found["commands"]["export"])[:4] == ["agentrl", "ui", "--export", name]
+    page = PageOver(database)
+    for name in ("a b; rm -rf $HOME'\"😀/x", "--help", "a\x15touch x\n", "a\n", "a\x1b[201~b", ""):
+        with altered(database, "runs", "name", "id = 1", name):
+            found = page.read("/api/episodes/1")["commands"]
+        assert found["export"] == "agentrl ui --export 1 --episode 1 --out 1.html", name
+    assert page.read("/api/episodes/1")["commands"]["export"] == "agentrl ui --export first --episode 1 --out first.html"
 
 
 # chains, forks, tokens

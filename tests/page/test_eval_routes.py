@@ -10,11 +10,12 @@ from agentrl.workers.page.routes import eval_routes
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads import eval_results
+from agentrl.workflow.store.reads import eval_results, live_state
+from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.tables import schema as tables
 from tests.benchmarks import synthetic
 from tests.support.page_answers import PageOver
-from tests.support.played_runs import claim, claim_training, fail, play, submission
+from tests.support.played_runs import claim, claim_training, fail, play, start, submission, update_of
 
 
 def measured(database: Database, name: str, *rewards: float | None, **fields: Any) -> None:
@@ -44,6 +45,25 @@ def test_evaluations_are_listed_by_the_run_that_asked_for_them(database: Databas
     first = page.read("/api/evals", size=1)
     assert page.read("/api/evals", size=5, cursor=first["next"])["rows"][0]["id"] != first["rows"][0]["id"]
     assert page.ask("/api/evals", measures="three")[0] == 404
+
+
+def test_an_evaluation_that_a_person_asked_for_is_among_those_of_the_run_whose_policy_it_measured(database: Database) -> None:
+    for group, reward in zip(start(database, submission("trains")), (1.0, 0.25), strict=True):
+        ended = play(database, group, reward)
+    assert ended.iteration is not None
+    work = claim_training(database, ended.iteration)
+    train_commits.commit_update(database, work, update_of(work), 3)
+    page = PageOver(database)
+    before = live_state.find_state(database, 1)
+    assert page.read("/api/runs/1")["has"]["evals"] is False
+    measured(database, "by-hand", 1.0, 0.5, policy=find_stored_policy(database, "trains", None))
+    measured(database, "of-another", 1.0, 0.5)
+    (row,) = page.read("/api/evals", measures="trains")["rows"]
+    assert (row["run"], row["policy_version"]) == ("by-hand", 1)
+    (point,) = page.read("/api/runs/1/curves")["evals"]
+    assert (point["version"], point["run_id"], point["mean_reward"]) == (1, 2, 0.375)
+    assert page.read("/api/runs/1")["has"]["evals"] is True
+    assert live_state.find_state(database, 1) != before
 
 
 def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:

@@ -1,9 +1,12 @@
 """A run as one file: what is in it, what it leaves out, and that it works in a browser that reaches nothing."""
 
 import base64
+import errno
 import hashlib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -157,9 +160,36 @@ def test_a_file_that_is_there_is_left_as_it_is_unless_one_insists(trained: Datab
     export.write_export(store(trained), "first", out, [], LIMIT, force=True)
     assert recorded(out)["run"] == 1
     assert [file.name for file in tmp_path.iterdir() if file.suffix == ".html"] == ["run.html"]
-    for place in (tmp_path, tmp_path / "none" / "run.html"):
+
+
+def test_only_a_file_is_written_and_a_link_to_one_followed(trained: Database, tmp_path: Path) -> None:
+    pipe, circle = tmp_path / "pipe", tmp_path / "circle"
+    os.mkfifo(pipe)
+    circle.symlink_to(circle)
+    nul = tmp_path / "nul"
+    nul.symlink_to("/dev/null")
+    for place in (tmp_path, tmp_path / "none" / "run.html", pipe, circle, nul, tmp_path / f"{'x' * 300}.html"):
         with pytest.raises(ConfigError, match="No file can be written"):
             export.write_export(store(trained), "first", place, [], LIMIT, force=True)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    (tmp_path / "link.html").symlink_to("real.html")
+    export.write_export(store(trained), "first", tmp_path / "link.html", [], LIMIT)
+    assert (tmp_path / "link.html").is_symlink()
+    assert recorded(tmp_path / "real.html")["run"] == 1
+
+
+def test_a_file_system_without_second_names_takes_the_file_too(
+    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [], LIMIT)
+    assert recorded(out)["run"] == 1
+    with pytest.raises(ConflictError, match="exists"):
+        export.write_export(store(trained), "first", out, [], LIMIT)
 
 
 def test_what_is_not_there_or_does_not_fit_is_said_in_a_sentence(trained: Database, tmp_path: Path) -> None:

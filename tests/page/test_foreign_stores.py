@@ -100,3 +100,44 @@ def test_a_login_that_may_not_read_the_rows_is_told_so(postgres: Database) -> No
         tx.execute(text("REVOKE SELECT ON runs FROM agentrl_reader"))
     with pytest.raises(AccessDenied, match=r"may not read the store.*runs"):
         find_newest_run(ReadOnlyStore(Settings(database_url=reader_of(postgres))))
+
+
+def test_a_file_that_is_written_over_while_it_is_looked_at_is_busy_and_then_read_again(sqlite: Database) -> None:
+    played(sqlite)
+    sqlite.close()
+    file, page = Path(str(sqlite.url.database)), PageOver(sqlite)
+    whole = file.read_bytes()
+    assert page.ask("/api/runs")[0] == 200
+    for other in (b"x" * 5000, whole[:4096], whole[:20_000] + b"\xff" * 20_000):
+        file.write_bytes(other)
+        status, said = page.ask("/api/runs")
+        assert (status, said["error"].startswith("The store cannot be read")) == (503, True), said
+        file.write_bytes(whole)
+        assert page.ask("/api/runs")[0] == 200
+
+
+def test_a_store_of_another_revision_that_takes_the_place_of_one_says_what_to_type(database: Database) -> None:
+    played(database)
+    page = PageOver(database)
+    assert page.ask("/api/runs")[0] == 200
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+        tx.execute(text("DROP VIEW v_runs" if database.is_sqlite else "DROP VIEW v_runs CASCADE"))
+    assert page.ask("/api/runs")[0] == 503
+    status, said = page.ask("/api/runs")
+    assert (status, said["hint"]) == (500, "Type: agentrl db upgrade")
+
+
+def test_nothing_is_left_beside_another_users_file_where_files_could_be(sqlite: Database, tmp_path: Path) -> None:
+    """Its owner could not write it any more."""
+    played(sqlite)
+    sqlite.close()
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    file = folder / "agentrl.db"
+    shutil.copy(str(sqlite.url.database), file)
+    file.chmod(0o444)
+    for words in (("ui", "--export", "first", "--out", str(tmp_path / "first.html")), ("runs",), ("sql", "SELECT 1 FROM runs")):
+        done = run_there(folder, *words)
+        assert done.returncode == 0, (words, done.stderr)
+        assert [left.name for left in folder.iterdir()] == ["agentrl.db"], words

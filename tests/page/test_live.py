@@ -243,19 +243,20 @@ def test_all_who_listen_to_a_run_share_one_look_and_one_reading(
     assert looks == []  # nobody listens, nobody looks
 
 
-def test_a_store_that_is_busy_is_told_and_looked_at_again(
-    database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [Busy("The store cannot be read just now: locked."), KeyError("a mistake of ours")])
+def test_a_look_that_fails_is_told_and_the_next_one_tries_again(
+    database: Database, served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     work = rolled_out(database, tasks=4)
     page = served.listen(1)
     page.event()
     find = live_state.find_state
 
-    def busy(*_: Any) -> None:
-        raise Busy("The store cannot be read just now: database is locked.")
+    def fail(*_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(live_state, "find_state", busy)
-    assert "locked" in page.event("busy")["error"]
+    monkeypatch.setattr(live_state, "find_state", fail)
+    assert page.event("busy")["error"].startswith("The store cannot be read")
     commit(database, work)
     monkeypatch.setattr(live_state, "find_state", find)
     assert page.event()["iterations"][0][1] == "done"

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import resource
+import sqlite3
+from contextlib import closing
+from threading import BoundedSemaphore
 from typing import Any
 
 import httpx2
@@ -108,3 +112,37 @@ def test_a_postgres_that_is_away_or_lets_no_reader_in_is_told_with_what_to_do(po
         where = Settings(database_url=url, database_reader_url=other.render_as_string(hide_password=False))
         status, found = post(where, b'{"query": "SELECT 1"}')
         assert (status in (403, 500, 503), bool(found["hint"])) == (True, True), found
+
+
+def test_a_query_that_nothing_interrupts_is_stopped_with_its_process_and_the_next_one_is_answered(
+    sqlite: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.workers.page.routes.sql_routes.SECONDS", 1.0)
+    long = "SELECT instr(hex(zeroblob(12000000)), hex(zeroblob(6000000)) || '1')"
+    status, found = ask(sqlite, long)
+    assert (status, "stopped" in found["error"]) == (403, True), found
+    assert ask(sqlite, "SELECT 1")[1]["rows"] == [[1]]
+
+
+def test_a_value_that_fills_the_memory_is_refused_in_the_querys_own_process(sqlite: Database) -> None:
+    status, found = ask(sqlite, "SELECT rl_f4(zeroblob(60000000)), hex(zeroblob(20000000))")
+    assert status in (403, 422), found
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2_000_000
+
+
+def test_a_locked_store_is_busy(sqlite: Database) -> None:
+    sqlite.close()
+    with closing(sqlite3.connect(str(sqlite.url.database), isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        status, found = ask(sqlite, "SELECT * FROM v_runs")
+    assert (status, "locked" in found["error"]) == (503, True), found
+
+
+def test_more_queries_than_there_is_room_for_are_told_so_at_once(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = BoundedSemaphore(1)
+    monkeypatch.setattr("agentrl.workers.page.routes.sql_routes._waiting", room)
+    with room:
+        status, found = ask(sqlite, "SELECT 1")
+    assert (status, "still running" in found["error"]) == (503, True)
+    assert ask(sqlite, "SELECT 1")[0] == 200

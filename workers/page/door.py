@@ -55,6 +55,7 @@ class Rules:
         addresses: whether any IP address is a name too: where it listens for other machines.
         token: what every request must know; empty: nothing.
         action_token: what actions must know; empty: there are none.
+        once: what the first address may have in its place, once: other users can read the command line of a browser.
     """
 
     names: frozenset[str]
@@ -62,6 +63,7 @@ class Rules:
     addresses: bool = False
     token: str = ""
     action_token: str = ""
+    once: str = ""
 
     @property
     def cookie(self) -> str:
@@ -75,6 +77,7 @@ class Door:
     def __init__(self, app: App, rules: Rules) -> None:
         """Stands before the application."""
         self.app, self.rules = app, rules
+        self._once = rules.once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -137,14 +140,17 @@ class Door:
     def _knows(self, headers: dict[bytes, bytes], token: str) -> bool:
         if not token:
             return True
-        given = _cookie(headers.get(b"cookie", b""), self.rules.cookie)
+        given = _cookies(headers.get(b"cookie", b""), self.rules.cookie)
         bearer = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-        return any(hmac.compare_digest(each.encode(), token.encode()) for each in (given, bearer))
+        return any(hmac.compare_digest(each.encode(), token.encode()) for each in (*given, bearer))
 
     async def _take(self, given: str, send: Send) -> None:
         """Turns a right token of the address into a cookie, and takes it out of the address."""
         wanted = self.rules.token or self.rules.action_token
-        if not wanted or not hmac.compare_digest(given.encode(), wanted.encode()):
+        first = bool(self._once) and hmac.compare_digest(given.encode(), self._once.encode())
+        if first:
+            self._once = ""
+        if not wanted or not (first or hmac.compare_digest(given.encode(), wanted.encode())):
             await _answer(
                 send, 401, "This token is not this page's.", "Open the link that `agentrl ui` printed last.", as_json=False
             )
@@ -219,10 +225,10 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _cookie(text: bytes, name: str) -> str:
-    """The value of a cookie, whatever else other pages of this host have left there."""
+def _cookies(text: bytes, name: str) -> list[str]:
+    """The values of the cookies of that name: pages on other ports of this host may have left some too."""
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
-    return next((value for found, _, value in pairs if found == name), "")
+    return [value for found, _, value in pairs if found == name]
 
 
 def _query_token(scope: Scope) -> str | None:

@@ -17,7 +17,7 @@ from agentrl.workers.page.one_file import embed, embed_json, write_page
 from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.service import application
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, ServiceError
-from agentrl.workflow.store.reads import run_rows
+from agentrl.workflow.store.reads import run_rows, task_rows
 
 TOKENS = 4096
 """As many tokens as the page asks for at once."""
@@ -109,18 +109,39 @@ def write_export(
         ConfigError: it cannot be written there, or the limit is too small, or an episode is another run's.
         ServiceError: the store cannot be read.
     """
-    if out.exists() and not force:
-        raise ConflictError(f"The file {str(out)!r} exists.", "Name another, or write over it with --force.")
-    if not out.absolute().parent.is_dir() or out.is_dir():
-        raise ConfigError(f"No file can be written at {str(out)!r}.", "Name a file in a folder that is there: --out run.html")
+    out = _check_place(out, force)
     row = run_rows.describe_run(store, run)
     title = f"agentrl: {row.run}"
     empty = len(write_page(title, {"run": row.id}, {})) + ABOUT_BYTES
     made = asyncio.run(_record(store, row.id, list(dict.fromkeys(episodes)), limit_bytes - empty, empty))
-    left_out = _left_out(row.id, made, limit_bytes)
+    left_out = _left_out(row.id, made, task_rows.count_tasks(store, row.id), limit_bytes)
     about = {"run": row.id, "made_at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "left_out": left_out}
     _write(out, write_page(title, about, made.answers), force)
     return left_out
+
+
+def _check_place(out: Path, force: bool) -> Path:
+    """Where the file is to be, links followed.
+
+    Raises:
+        ConflictError: there is one.
+        ConfigError: there can be none.
+    """
+    elsewhere = ConfigError(f"No file can be written at {str(out)!r}.", "Name a file in a folder that is there: --out run.html")
+    try:
+        place = out.resolve()
+        is_file, possible = place.is_file(), place.parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL
+        raise elsewhere from error
+    if not possible or (not is_file and os.path.lexists(place)):  # a folder, a device, a pipe
+        raise elsewhere
+    if is_file and not force:
+        raise _exists_error(out)
+    return place
+
+
+def _exists_error(out: Path) -> ConflictError:
+    return ConflictError(f"The file {str(out)!r} exists.", "Name another, or write over it with --force.")
 
 
 async def _record(store: ReadOnlyStore, run: int, episodes: Sequence[int], room: int, around: int) -> _Recording:
@@ -257,17 +278,20 @@ def _curves(made: _Recording, run: int) -> list[dict[str, Any]]:
     return [dict(zip(page["columns"], row, strict=True)) for page in pages for row in page["rows"]]
 
 
-def _left_out(run: int, made: _Recording, limit_bytes: int) -> str:
+def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
+    """A sentence on what the run has and the file has not."""
     curves = _curves(made, run)
     taken = {
         "iterations": sum(path.startswith(f"api/runs/{run}/iterations/") for path in made.answers),
         "groups": sum(path.startswith("api/groups/") for path in made.answers),
         "episodes": sum(path.startswith("api/episodes/") and path.count("/") == 2 and "?" not in path for path in made.answers),
+        "tasks": sum(path.startswith(f"api/runs/{run}/tasks/") for path in made.answers),
     }
     there = {
         "iterations": len(curves),
         "groups": sum(row["groups"] or 0 for row in curves),
         "episodes": sum(row["episodes"] or 0 for row in curves),
+        "tasks": tasks,
     }
     missing = [f"{there[what] - taken[what]:,} of {there[what]:,} {what}" for what in there if there[what] > taken[what]]
     return f"Left out, to stay below {limit_bytes / 1e6:.0f} MB: {', '.join(missing)}." if missing else ""
@@ -289,16 +313,27 @@ def _write(out: Path, document: bytes, force: bool) -> None:
             if force:
                 os.replace(name, out)
             else:
-                os.link(name, out)
+                _link(name, out)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(name)
     except FileExistsError as error:
-        raise ConflictError(f"The file {str(out)!r} exists.", "Name another, or write over it with --force.") from error
+        raise _exists_error(out) from error
     except OSError as error:
         raise ConfigError(
             f"The file {str(out)!r} cannot be written: {error.strerror or error}.", "Name another: --out"
         ) from error
+
+
+def _link(name: str, out: Path) -> None:
+    """Gives the file its name unless that is taken, also where a file system knows no second names."""
+    try:
+        os.link(name, out)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.close(os.open(out, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(name, out)
 
 
 def _umask() -> int:

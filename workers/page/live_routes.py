@@ -34,6 +34,8 @@ MOST_LISTENERS = 64
 MOST_ROWS = 1000
 """The most iterations of an event; a page that missed more asks for the curves anew."""
 
+_TOO_MANY = Busy(f"{MOST_LISTENERS} pages listen already.", "Close some.")
+
 router = APIRouter(prefix="/api", tags=["live"])
 
 
@@ -83,7 +85,7 @@ class Live:
         """What is seen of the run, or of the list of all, whenever it moves; None after a silence."""
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
-        if watch.task is None:
+        if watch.task is None or watch.task.done():
             watch.task = asyncio.create_task(self._look(run, watch))
         told: Seen | None = None
         spoke = time.monotonic()
@@ -116,7 +118,7 @@ class Live:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed one is asked for again
         try:
             found: dict[str, Any] = await asyncio.shield(task)
-        except AgentRLError:
+        except Exception:
             read.pop((mark, since), None)
             raise
         return found
@@ -149,6 +151,8 @@ def _see(store: ReadOnlyStore, run: int | None) -> Seen:
         state = live_state.find_state(store, run)
     except AgentRLError as error:
         return Seen(busy=error.message)
+    except Exception as error:  # noqa: BLE001 - whoever listens is told, and the next look is taken
+        return Seen(busy=f"The store cannot be read: {type(error).__name__}.")
     return Seen(gone=True) if state is None else Seen(_short(state.stamp), _short(state.work), state.closed)
 
 
@@ -170,13 +174,16 @@ async def follow(
     """
     live: Live = request.app.state.live
     if live.listeners >= MOST_LISTENERS:
-        return refuse(Busy(f"{MOST_LISTENERS} pages listen already.", "Close some."))
+        return refuse(_TOO_MANY)
     return StreamingResponse(_events(live, run, last_event_id or since), media_type="text/event-stream")
 
 
 async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]:
     known, mark = _parse_id(last)
     yield f"retry: {RETRY_MS}\n\n"
+    if live.listeners >= MOST_LISTENERS:  # others came in while this one did
+        yield _event("busy", {"error": _TOO_MANY.message})
+        return
     async with aclosing(live.listen(run)) as looks:
         async for seen in looks:
             if seen is None:

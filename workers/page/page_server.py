@@ -6,6 +6,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from secrets import token_urlsafe
 from types import FrameType
 
 import uvicorn
@@ -23,10 +24,11 @@ GOODBYE_SECONDS = 1
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """How the page is reached: its rules and the link to open."""
+    """How the page is reached: its rules, the link to open, and one that a browser of this machine may be started with."""
 
     rules: Rules
     link: str
+    first_link: str
 
 
 def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
@@ -36,16 +38,20 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
     everywhere = host in ("0.0.0.0", "::")
     own = () if local else (socket.gethostname(), socket.getfqdn())
     wanted = "" if local else token
-    rules = Rules(names_of("" if everywhere else host, own), port, not local, wanted, token if actions else "")
+    once = token_urlsafe(24)
+    rules = Rules(names_of("" if everywhere else host, own), port, not local, wanted, token if actions else "", once)
     shown = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
-    return Opened(rules, f"http://{shown}:{port}/" + (f"?token={token}" if wanted or actions else ""))
+    at, secret = f"http://{shown}:{port}/", bool(wanted or actions)
+    return Opened(rules, f"{at}?token={token}" if secret else at, f"{at}?token={once}" if secret else at)
 
 
 def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serves until SIGINT, SIGTERM or the end of the terminal."""
     app = application(store, actions=bool(rules.action_token))
     server = make_server(Door(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
     signal.signal(signal.SIGTERM, _end)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _end)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
         asyncio.run(_serve(server, app.state, listening))
 

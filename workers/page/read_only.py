@@ -1,5 +1,6 @@
 """The store as the page reads it: read-only connections, short statements, no wait for a writer, nothing upgraded."""
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +26,13 @@ LOCK_SECONDS = 1.0
 STEPS_BETWEEN = 10_000
 """Instructions of SQLite between two looks at the clock."""
 
-
-_PASSING = ("locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed")
-"""What SQLite says of a store that another moment may find readable."""
+_PASSING = (
+    "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
+    "no such table",
+)  # fmt: skip
+"""What SQLite says of a store that another moment may find readable: somebody may be writing over it, or upgrading it."""
+_PASSING_STATES = ("08", "42P01", "53", "55", "57")
+"""The same of Postgres' states, by how they begin: away, of another schema, full, locked, stopped or too slow."""
 
 
 class Busy(ServiceError):
@@ -97,8 +102,9 @@ class ReadOnlyStore:
                 late = time.monotonic() + STATEMENT_SECONDS
                 connection.set_progress_handler(lambda: time.monotonic() > late, STEPS_BETWEEN)
                 connection.execute("BEGIN")
-                yield DriverTransaction(connection, is_sqlite=True)
+                yield DriverTransaction(connection, is_sqlite=True, read_json=_read_json)
         except sqlite3.Error as error:
+            self._revision = ""  # it may be another store by now
             _translate(error, any(word in str(error) for word in _PASSING))
 
     @contextmanager
@@ -124,8 +130,16 @@ class ReadOnlyStore:
             reason = " ".join(str(error).split())[:200]
             raise AccessDenied(f"This login may not read the store: {reason}.", "Take one that may SELECT from it.") from error
         except psycopg.Error as error:
-            code = error.sqlstate or ""
-            _translate(error, not code or code.startswith(("08", "53", "55", "57")))  # away, full, locked, stopped or too slow
+            self._revision = ""
+            _translate(error, not error.sqlstate or error.sqlstate.startswith(_PASSING_STATES))
+
+
+def _read_json(said: str) -> Any:
+    """The value; nothing in place of what somebody damaged, so that the rest of the page can be read."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _translate(error: Exception, passing: bool) -> NoReturn:
@@ -133,7 +147,7 @@ def _translate(error: Exception, passing: bool) -> NoReturn:
     if not passing:
         raise error
     reason = " ".join(str(error).split())[:200]
-    hint = "The page asks again by itself."
+    hint = "Try again a little later: agentrl doctor says whether the store answers."
     if "unable to open" in reason:
         hint = "Where its folder cannot be written, copy the store, with its files -wal and -shm, into one that can."
     raise Busy(f"The store cannot be read just now: {reason}.", hint) from error

@@ -1,5 +1,6 @@
 """The page's service as an ASGI application: its routes and its files."""
 
+import traceback
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -40,6 +41,7 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
     app.add_exception_handler(AgentRLError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_path)
     app.add_exception_handler(RequestValidationError, _refuse_values)
+    app.add_exception_handler(Exception, _tell_mistake)
     app.add_middleware(GZipMiddleware, minimum_size=SMALLEST_ZIPPED, compresslevel=5)
     shown = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
     for routes in (*shown, sql_routes, live_routes, action_routes):
@@ -57,6 +59,13 @@ async def _refuse(_: Request, error: Exception) -> Response:
 async def _refuse_path(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return answer({"error": f"{error.detail}.", "hint": "What there is: /api/openapi.json"}, error.status_code)
+
+
+async def _tell_mistake(_: Request, error: Exception) -> Response:
+    """Of a mistake of ours, which is printed where the page was started."""
+    traceback.print_exception(error)
+    said = f"The page cannot show this: {type(error).__name__}."
+    return answer({"error": said, "hint": "What `agentrl ui` printed says where; please report it."}, 500)
 
 
 async def _refuse_values(_: Request, error: Exception) -> Response:

@@ -1,8 +1,8 @@
-"""Runs a model-written query in a process of its own that may be killed.
+"""Runs a query that nobody vouches for in a process of its own that may be killed.
 
 Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted; a value of
 Postgres may exceed the memory. A process answers one query after another, and is lost with one that takes too much. This file
-has both ends: `read` asks, `main` answers.
+has both ends: `QueryProcess` asks, `serve` answers; `read` and `main` are those of a model's own databases.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
@@ -22,7 +23,6 @@ from agentrl.workflow import errors
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ServiceError
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.settings import is_url
-from agentrl.workflow.sql.databases import HINT, prepare, read_here
 from agentrl.workflow.sql.readonly import Table, check_text
 
 MAX_ROWS = 10_000
@@ -44,6 +44,8 @@ def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
     if not is_url(database):
         file = Path(database).expanduser().absolute()
         if not (database and file.is_file()):
+            from agentrl.workflow.sql.databases import HINT
+
             raise ServiceError(f"There is no database {database!r}.", HINT)
         database = str(file)
     with readers.one() as reader:
@@ -53,8 +55,9 @@ def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
 class QueryProcess:
     """A process that answers queries."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "agentrl.workflow.sql.query_process"]
+    def __init__(self, module: str = "agentrl.workflow.sql.query_process") -> None:
+        """Starts the program of that module, which calls `serve`."""
+        command = [sys.executable, "-P", "-m", module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
 
@@ -63,9 +66,9 @@ class QueryProcess:
         """Whether the process is running."""
         return self._process.poll() is None
 
-    def ask(self, asked: dict[str, Any]) -> Table:
-        """The process's answer to a query. Raises as `read` does."""
-        timer = threading.Timer(WALL_SECONDS, self._process.kill)
+    def ask(self, asked: Mapping[str, Any], seconds: float | None = None) -> Table:
+        """The process's answer to a query, for which it has `seconds` [WALL_SECONDS]. Raises as `read` does."""
+        timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:
             line = self._answer(json.dumps(asked).encode() + b"\n")
@@ -106,20 +109,31 @@ readers = Warm(QueryProcess)
 
 
 def main() -> None:
-    """Reads queries from stdin, one per line, and writes their answers to stdout."""
+    """Answers queries of a model's own databases."""
+    serve(_read_prepared)
+
+
+def _read_prepared(database: str, query: str, limit: int, seconds: int) -> Table:
+    from agentrl.workflow.sql.databases import prepare, read_here
+
+    limit_processor_time(None)
+    prepare(database)
+    limit_processor_time(seconds)
+    return read_here(database, query, limit)
+
+
+def serve(read: Callable[..., Table]) -> None:
+    """Reads what is asked from stdin, the arguments of `read` as one line each, and writes its answers to stdout."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_answer_text(**json.loads(line)).encode() + b"\n")
+        sys.stdout.buffer.write(_answer_text(read, json.loads(line)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _answer_text(database: str, query: str, limit: int, seconds: int) -> str:
+def _answer_text(read: Callable[..., Table], asked: Mapping[str, Any]) -> str:
     try:
-        _limit_processor_time(None)
-        prepare(database)
-        _limit_processor_time(seconds)
-        columns, rows = read_here(database, query, limit)
+        columns, rows = read(**asked)
         return json.dumps({"columns": columns, "rows": rows}, default=_tag_value)
     except MemoryError:
         return _refusal(AccessDenied("The query takes too much memory and was stopped.", "Ask for less at a time."))
@@ -127,7 +141,7 @@ def _answer_text(database: str, query: str, limit: int, seconds: int) -> str:
         return _refusal(error)
 
 
-def _limit_processor_time(seconds: int | None) -> None:
+def limit_processor_time(seconds: int | None) -> None:
     """Limits the process's further processor time; None: no limit."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = most if seconds is None else math.ceil(time.process_time()) + seconds

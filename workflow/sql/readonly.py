@@ -89,10 +89,11 @@ def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
 def sqlite_access(file: Path, usual: str) -> str:
     """The options of the file's URL: `usual`, or those for a file that nobody writes.
 
-    In WAL mode SQLite makes files beside it to read it, which it cannot in a folder that is read-only; where no such file is
-    there, nobody writes.
+    In WAL mode SQLite makes files beside it to read it: it cannot in a folder that is read-only, and must not beside another
+    user's file, which its owner could not write then. Where no such file is there, nobody writes.
     """
-    sealed = not os.access(file.parent, os.W_OK) and not Path(f"{file}-wal").exists()
+    own = os.access(file.parent, os.W_OK) and os.access(file, os.W_OK)
+    sealed = not own and not Path(f"{file}-wal").exists()
     return "mode=ro&immutable=1" if sealed else usual
 
 

@@ -45,10 +45,10 @@ class Queryable(Protocol):
 class DriverTransaction:
     """A read transaction of the driver."""
 
-    def __init__(self, connection: Any, is_sqlite: bool) -> None:
-        """Takes a connection that writes nothing."""
+    def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
+        """Takes a connection that writes nothing, and what makes a value of SQLite's JSON."""
         self._connection = connection
-        self.is_sqlite = is_sqlite
+        self.is_sqlite, self.read_json = is_sqlite, read_json
 
     def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The rows of a query whose parameters are written `:name`."""
@@ -166,15 +166,16 @@ def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Co
 
 def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
     """The rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from JSON."""
+    read_json: Callable[[str], Any] = json.loads
     if isinstance(tx, DriverTransaction):
-        found, is_sqlite = tx.rows(query, parameters), tx.is_sqlite
+        found, is_sqlite, read_json = tx.rows(query, parameters), tx.is_sqlite, tx.read_json
     else:
         from sqlalchemy import text
 
         found = [dict(row) for row in tx.execute(text(query), parameters).mappings()]
         is_sqlite = tx.dialect.name == "sqlite"
     if is_sqlite:
-        return [{name: _from_sqlite(name, value, name in documents) for name, value in row.items()} for row in found]
+        return [{name: _from_sqlite(name, value, name in documents, read_json) for name, value in row.items()} for row in found]
     return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
 
 
@@ -188,10 +189,10 @@ def _from_postgres(value: Any) -> Any:
     return value.astimezone(UTC) if isinstance(value, datetime) else value
 
 
-def _from_sqlite(name: str, value: Any, is_document: bool) -> Any:
+def _from_sqlite(name: str, value: Any, is_document: bool, read_json: Callable[[str], Any]) -> Any:
     """SQLite forgets what is a moment, a truth value or JSON."""
     if isinstance(value, str) and (is_document or name in ("pass_at", "arguments", "data", "messages")):
-        return json.loads(value)
+        return read_json(value)
     if isinstance(value, str) and name.endswith("_at"):
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
     return bool(value) if name in ("tainted", "delivered", "chosen") and value is not None else value

@@ -90,8 +90,8 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Evaluations by the version that was measured; `measures` is a run's name or number: only those of its policies."""
-    chosen = EvalFilter(measures or None, dataset, split, status)
+    """Evaluations by the version that was measured; `measures`, a run's name or number: those of its policies."""
+    chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     found = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
     return answer({"rows": cut_rows(found.rows), "next": found.next})
 

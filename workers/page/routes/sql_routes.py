@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from threading import BoundedSemaphore
 from typing import Any
@@ -15,7 +17,7 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.routes.asked import Store
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS
 from agentrl.workers.page.shown.shown_texts import LEAST_CHARS
-from agentrl.workflow.errors import AccessDenied, ConfigError
+from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.store.reads.user_sql import run_query
 
 router = APIRouter(prefix="/api", tags=["sql"])
@@ -29,6 +31,9 @@ ANSWER_CHARS = 4_000_000
 AT_ONCE = 2
 """Queries that run at the same time: a run's own statements come before them."""
 _running = BoundedSemaphore(AT_ONCE)
+MOST_WAITING = 8
+"""Queries that run or wait; each takes a thread, of which the other answers need some."""
+_waiting = BoundedSemaphore(MOST_WAITING)
 
 
 class Query(BaseModel):
@@ -79,16 +84,30 @@ def _parse(body: bytes) -> str:
 
 
 def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
-    if not _running.acquire(timeout=SECONDS):
-        raise Busy("Other queries are still running.", "Ask again when they are done.")
-    try:
+    with _entered(_waiting, 0), _entered(_running, SECONDS):
         started = time.perf_counter()
-        columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS)
+        try:
+            columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS, apart=True)
+        except ServiceError as error:  # locked, or away
+            raise Busy(error.message, error.hint) from error
         seconds = time.perf_counter() - started
-    finally:
-        _running.release()
     shown, cut = _show(rows[:MOST_ROWS])
     return {"columns": columns, "rows": shown, "seconds": seconds, "cut": len(rows) > MOST_ROWS, "cells_cut": cut}
+
+
+@contextmanager
+def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
+    """A place in a room of few, waited for so long.
+
+    Raises:
+        Busy: there was none.
+    """
+    if not room.acquire(timeout=seconds):
+        raise Busy("Other queries are still running.", "Ask again when they are done.")
+    try:
+        yield
+    finally:
+        room.release()
 
 
 def _show(rows: list[tuple[Any, ...]]) -> tuple[list[list[Any]], int]:

@@ -1,6 +1,6 @@
 """One episode as the page shows it first: its row, its task, some of its turns, what it earned, and what became of it."""
 
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from agentrl.workers.page.shown.shown_texts import ShownTexts
 from agentrl.workflow.analysis.fate_sentences import fate_sentence
 from agentrl.workflow.analysis.token_strip import place_chains
 from agentrl.workflow.chains import reasons_not_to_train
+from agentrl.workflow.config import NAME_PATTERN
 from agentrl.workflow.store.reads.episode_relations import (
     load_agent,
     load_beside,
@@ -177,16 +178,22 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
     return found
 
 
+def _typed_run(number: int, name: str) -> str:
+    """The run as a person types it: by its name; by its number, if in a strange store no shell should read that name."""
+    return name if re.fullmatch(NAME_PATTERN, name) else str(number)
+
+
 def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
     """What a person may type of the episode; null: it cannot be done."""
-    name, agent = shlex.quote(row.run), bool(run["config"].get("agent"))
+    name, agent = _typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)
     update = reader.update
     whatif = None
     if update is not None and reader.run["kind"] == "train":
         algorithm = "rloo" if (run["config"].get("algorithm") or {}).get("name") != "rloo" else "grpo"
-        whatif = f"agentrl whatif {shlex.quote(reader.run['name'])} --iteration {update['iteration']} --algorithm {algorithm}"
+        of = _typed_run(reader.run["id"], reader.run["name"])
+        whatif = f"agentrl whatif {of} --iteration {update['iteration']} --algorithm {algorithm}"
     return {
         "replay": f"agentrl replay {row.id}",
         "verify": f"agentrl replay {row.id} --verify all" if sampled_here and row.steps else None,
@@ -194,5 +201,5 @@ def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | 
         "rescore": f"agentrl rescore {name} --reward NAME" if row.status == "done" else None,
         "whatif": whatif,
         "why": f"agentrl why {row.id}",
-        "export": f"agentrl ui --export {name} --episode {row.id} --out {shlex.quote(f'{row.run}.html')}",
+        "export": f"agentrl ui --export {name} --episode {row.id} --out {name}.html",
     }

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.paging import storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
@@ -44,7 +45,7 @@ COLUMNS: Mapping[str, str] = {
     "flat_groups": "groups whose rewards are all equal",
     "dropped_groups": "groups that are not trained on",
     "episodes": "number of episodes",
-    "trainable": "episodes that the update read",
+    "trainable": "episodes that an update may read: done, and not tainted",
     **_METRICS,
     "tokens": "tokens read and sampled",
     "prompt_tokens": "tokens read",
@@ -171,10 +172,9 @@ def _seconds(start: datetime | None, end: datetime | None) -> float | None:
 
 
 def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
-    """The finished evaluations of the run's own policies, by their version, inside a transaction."""
-    query = """
-        SELECT m.measures_version AS version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.id AS run_id,
-               m.finished_at
-        FROM runs m JOIN evals v ON v.run_id = m.id
-        WHERE m.measures_id = :id ORDER BY m.measures_version DESC LIMIT :limit"""
+    """The finished evaluations of the run's policies, by their version, inside a transaction."""
+    query = f"""
+        SELECT m.version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.run_id, r.finished_at
+        FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id JOIN runs r ON r.id = m.run_id
+        ORDER BY m.version DESC, m.run_id DESC LIMIT :limit"""
     return [dict(row) for row in reversed(select_rows(tx, query, id=run_id, limit=MOST_EVALS))]

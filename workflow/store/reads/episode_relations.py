@@ -59,7 +59,7 @@ def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
     """The newest MOST_FORKS episodes that go on from the episode, and how many more there are."""
     query = f"""
         SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
-        JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id DESC LIMIT {MOST_FORKS}"""
+        JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MOST_FORKS}"""
     found = select_rows(tx, query, id=episode)
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE parent_id = :id", id=episode)
     return found, count["n"] - len(found)

@@ -13,6 +13,15 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import PolicyRef
 
+MEASURED = """
+    SELECT m.id AS run_id, m.measures_version AS version FROM runs m WHERE m.measures_id = :id
+    UNION ALL
+    SELECT m.id, min(mine.version) FROM runs m JOIN policies theirs ON theirs.run_id = m.id
+    JOIN policies mine ON mine.path = theirs.path AND mine.run_id = :id
+    WHERE m.kind = 'eval' AND m.measures_id IS NULL AND theirs.path <> '' GROUP BY m.id"""
+"""The evaluations of the policies of the run `:id`, with the version that each measured: those that the run asked for, and
+those that a person did."""
+
 EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
 
 
@@ -45,13 +54,15 @@ class EvalRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """A filter of evaluations by the run that asked for them, by name or number; without it, all.
+    """A filter of evaluations; without one, all.
 
     Args:
-        measures: a run: only its evaluations of its own policies.
+        measures: a run, by name or number: only those that it asked for, of its own policies.
+        of_policies: a run: only those of its policies, whoever asked for them.
     """
 
     measures: str | None = None
+    of_policies: str | None = None
     dataset: str | None = None
     split: str | None = None
     status: str | None = None
@@ -68,6 +79,9 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
     if chosen.measures is not None:
         conditions = ["id IN (SELECT id FROM runs WHERE measures_id = :measures)", *conditions]
         values["measures"] = run_id_and_name(tx, chosen.measures)["id"]
+    if chosen.of_policies is not None:
+        conditions = [f"id IN (SELECT run_id FROM ({MEASURED}) measured)", *conditions]
+        values["id"] = run_id_and_name(tx, chosen.of_policies)["id"]
     return select_page(tx, EvalRow, conditions, values, paging or Paging(), EVAL_ORDERS, "-version")
 
 

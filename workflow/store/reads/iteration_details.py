@@ -79,13 +79,17 @@ def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return shown
 
 
+_ADVANTAGE = """
+    (SELECT c.advantage FROM consumptions c WHERE c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train')"""
+"""Not by a join: a Postgres without statistics would read all that the run consumed."""
+
+
 def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[Row]]:
     """Group -> its episodes; the advantage is that of the run whose iteration it is."""
     query = f"""
-        SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, c.advantage, e.steps, e.sampled_tokens,
-               e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
-        FROM episodes e LEFT JOIN consumptions c ON c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train'
-        WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
+        SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
+               e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
+        FROM episodes e WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
     found: dict[int, list[Row]] = {}
     for row in select_rows(tx, query, run=run_id):
         start, end = row["started_at"], row["finished_at"]

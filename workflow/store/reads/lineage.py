@@ -109,6 +109,7 @@ def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
     found: dict[int, Child] = {}
     for query, words in (
         (_POLICY_CHILDREN, _policy_words),
+        (_MEASURING_CHILDREN, _policy_words),
         (_GROUP_CHILDREN, _group_child_words),
         (_FORK_CHILDREN, _fork_child),
     ):
@@ -122,6 +123,8 @@ _POLICY_CHILDREN = """
     JOIN policies theirs ON theirs.path = mine.path JOIN runs r ON r.id = theirs.run_id
     WHERE mine.run_id = :id AND mine.path <> '' AND theirs.run_id > :id
     GROUP BY r.id, r.name, r.kind ORDER BY r.id LIMIT :limit"""
+_MEASURING_CHILDREN = """
+    SELECT id, name, kind, measures_version AS version FROM runs WHERE measures_id = :id ORDER BY id LIMIT :limit"""
 _GROUP_CHILDREN = """
     SELECT r.id, r.name, r.kind, count(*) AS groups FROM run_groups l JOIN groups g ON g.id = l.group_id
     JOIN runs r ON r.id = l.run_id WHERE g.run_id = :id AND r.id > :id

@@ -66,10 +66,11 @@ def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[
 
 def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Row]:
     """The run's own groups: the role of its task, the number and the sum of the rewards of its done episodes."""
+    done = "FILTER (WHERE status = 'done')"  # as a condition, a Postgres without statistics would look for all that are done
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM
-          (SELECT group_id, count(*) AS episodes, sum(reward) AS reward FROM episodes
-           WHERE group_id IN ({among(groups)}) AND status = 'done' GROUP BY group_id) e
+          (SELECT group_id, count(*) {done} AS episodes, sum(reward) {done} AS reward FROM episodes
+           WHERE group_id IN ({among(groups)}) GROUP BY group_id HAVING count(*) {done} > 0) e
         JOIN groups g ON g.id = e.group_id LEFT JOIN run_tasks m ON m.run_id = g.run_id AND m.task_id = g.task_id
         WHERE g.run_id = :id"""
     return {row["id"]: row for row in select_rows(tx, query, id=run_id)}

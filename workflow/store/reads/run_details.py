@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.run_rows import run_name
 
 PARTS_FROM = 1000
@@ -58,7 +59,7 @@ def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
         "critic_calls": "SELECT 1 AS one FROM critic_calls WHERE run_id = :id LIMIT 1",
         "agents": "SELECT 1 AS one FROM agent_attempts WHERE run = :name LIMIT 1",
-        "evals": "SELECT 1 AS one FROM runs WHERE measures_id = :id LIMIT 1",
+        "evals": f"SELECT 1 AS one FROM ({MEASURED}) measured LIMIT 1",
     }
     values = {"id": run_id, "name": name}
     return {what: bool(select_rows(tx, query, **_used(query, values))) for what, query in asked.items()}

@@ -68,9 +68,9 @@ def _newest(*moments: datetime | None) -> datetime | None:
     return max((moment for moment in moments if moment is not None), default=None)
 
 
-def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str]:
-    query = f"SELECT id, config -> 'algorithm' ->> 'name' AS name FROM runs WHERE id IN ({among(ids)})"
-    return {row["id"]: row["name"] for row in select_rows(tx, query)}
+def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
+    query = f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"
+    return {row["id"]: (row["config"].get("algorithm") or {}).get("name") for row in select_rows(tx, query, ("config",))}
 
 
 def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:

@@ -96,7 +96,7 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
-        ORDER BY w.id LIMIT {MOST_PARTS}"""
+        ORDER BY w.id + 0 LIMIT {MOST_PARTS}"""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in select_rows(tx, query):
         found.setdefault(row["episode_id"], []).append({name: row[name] for name in row if name != "episode_id"})

@@ -90,6 +90,14 @@ _TASKS = f"""
     {{where}} ORDER BY {{order}} LIMIT :limit OFFSET :offset"""
 
 
+@sql_read_transaction
+def count_tasks(tx: Any, run_id: int) -> int:
+    """How many tasks the run of that number has groups of."""
+    query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({_MEMBERS}) members"
+    found: int = select_rows(tx, query, id=run_id)[0]["tasks"]
+    return found
+
+
 def _order(sort: str) -> str:
     word = sort.removeprefix("-")
     if not sort:

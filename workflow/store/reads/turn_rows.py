@@ -81,7 +81,7 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
         query = f"""
             SELECT w.step, s.name AS reward_set, w.part, w.value, w.weight FROM rewards w
             JOIN reward_sets s ON s.id = w.reward_set_id
-            WHERE w.episode_id = :id AND w.step IN ({among(some)}) ORDER BY w.id LIMIT {MOST_ROWS}"""
+            WHERE w.episode_id = :id AND w.step IN ({among(some)}) ORDER BY w.id + 0 LIMIT {MOST_ROWS}"""
         for row in select_rows(tx, query, id=episode):
             found.setdefault(row["step"], []).append({name: value for name, value in row.items() if name != "step"})
     return found

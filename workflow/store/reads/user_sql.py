@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.sql.readonly import Table, check_text, deadline, open_sqlite, read_sqlite, translate_sqlite_errors
+from agentrl.workflow.sql.readonly import (
+    MAX_ANSWER,
+    Table,
+    check_text,
+    deadline,
+    open_sqlite,
+    read_sqlite,
+    translate_sqlite_errors,
+)
 from agentrl.workflow.store.driver_reader import sqlite_path
 from agentrl.workflow.store.row_values import unpack
 from agentrl.workflow.tables.views import VIEWS
@@ -26,14 +34,19 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 READER = "agentrl_reader"
+LOCK_SECONDS = 2.0
+"""How long SQLite is waited for while somebody else has all of it."""
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
 """The messages of SQLite and Postgres for an unknown name."""
 _VIEWS_HINT = "What there is: agentrl sql --schema"
 
 
-def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
+def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0, apart: bool = False) -> Table:
     """The columns and at most `limit` rows of one SELECT.
+
+    Args:
+        apart: SQLite reads in another process, which is killed where the query takes too long within one instruction.
 
     Raises:
         AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
@@ -44,9 +57,14 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
     check_text(sql)
     file = sqlite_file(settings)
     try:
-        columns, rows = (
-            _query_postgres(settings, sql, limit, seconds) if file is None else _query_sqlite(file, sql, limit, seconds)
-        )
+        if file is None:
+            columns, rows = _query_postgres(settings, sql, limit, seconds)
+        elif apart:
+            from agentrl.workflow.store.reads.user_sql_process import read_apart
+
+            columns, rows = read_apart(file, sql, limit, seconds)
+        else:
+            columns, rows = query_sqlite(file, sql, limit, seconds)
     except ConfigError as error:
         raise ConfigError(error.message, _nearest_name_hint(settings, sql, error.message) or error.hint) from error
     return _number_duplicates(columns), rows
@@ -106,17 +124,18 @@ def rl_f4(blob: bytes | None) -> str | None:
 # SQLite
 
 
-def _query_sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
+def query_sqlite(file: Path, sql: str, limit: int, seconds: float, size: int = MAX_ANSWER) -> Table:
+    """As `run_query`; `size` is the most characters and bytes of the answer."""
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
     late = deadline(seconds)
     with (
         translate_sqlite_errors(late, _too_slow_error(seconds), _VIEWS_HINT),
-        closing(open_sqlite(file, seconds)) as connection,
+        closing(open_sqlite(file, min(seconds, LOCK_SECONDS))) as connection,
     ):
         connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
         connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
-        return read_sqlite(connection, sql, limit, late)
+        return read_sqlite(connection, sql, limit, late, size)
 
 
 def _too_slow_error(seconds: float) -> AccessDenied:
