@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +43,17 @@ _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column
 _VIEWS_HINT = "What there is: agentrl sql --schema"
 
 
-def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0, apart: bool = False) -> Table:
+AskFile = Callable[[Path, str, int, float], Table]
+"""Runs a SELECT over a SQLite file: its columns and at most so many rows, in so many seconds."""
+
+
+def run_query(
+    settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0, ask_file: AskFile | None = None
+) -> Table:
     """The columns and at most `limit` rows of one SELECT.
 
     Args:
-        apart: SQLite reads in another process, which is killed where the query takes too long within one instruction.
+        ask_file: asks SQLite in place of `query_sqlite`, as `user_sql_process.read_apart` does.
 
     Raises:
         AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
@@ -59,12 +66,8 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
     try:
         if file is None:
             columns, rows = _query_postgres(settings, sql, limit, seconds)
-        elif apart:
-            from agentrl.workflow.store.reads.user_sql_process import read_apart
-
-            columns, rows = read_apart(file, sql, limit, seconds)
         else:
-            columns, rows = query_sqlite(file, sql, limit, seconds)
+            columns, rows = (ask_file or query_sqlite)(file, sql, limit, seconds)
     except ConfigError as error:
         raise ConfigError(error.message, _nearest_name_hint(settings, sql, error.message) or error.hint) from error
     return _number_duplicates(columns), rows

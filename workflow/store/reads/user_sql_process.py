@@ -5,6 +5,7 @@ from pathlib import Path
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.sql.query_process import QueryProcess, limit_processor_time, serve
 from agentrl.workflow.sql.readonly import Table
+from agentrl.workflow.store.reads.user_sql import query_sqlite
 
 MODULE = "agentrl.workflow.store.reads.user_sql_process"
 MAX_CHARS = 32_000_000
@@ -27,8 +28,6 @@ def main() -> None:
 
 
 def _read(file: str, query: str, limit: int, seconds: float) -> Table:
-    from agentrl.workflow.store.reads.user_sql import query_sqlite
-
     limit_processor_time(int(seconds) + 1)
     return query_sqlite(Path(file), query, limit, seconds, MAX_CHARS)
 
