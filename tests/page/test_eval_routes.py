@@ -76,7 +76,7 @@ def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:
     assert found["measures"]["p_value"] == 0.5
     assert (found["right"]["won"], found["right"]["tied"]) == (2, 1)
     assert [task["difference"] for task in found["tasks"]] == sorted((0.0, 0.25, 0.5), reverse=True)
-    assert all(task["a_episode"] < task["b_episode"] for task in found["tasks"])
+    assert all(task["a_episode"] < task["b_episode"] and task["question"].startswith("What is 6*") for task in found["tasks"])
     assert (found["left_out"], found["remarks"]) == (0, [])
 
 

@@ -60,6 +60,7 @@ class ComparedTask(BaseModel):
 
     task_id: int
     task: str
+    question: str
     a: float | None
     b: float | None
     difference: float | None
@@ -100,11 +101,13 @@ def list_evals(
 def compare(store: Store, a: int, b: int) -> Response:
     """Two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
 
-    def both(db: Within) -> tuple[Sides, list[Mapping[str, Any]]]:
+    def both(db: Within) -> dict[str, Any]:
         sides = load_sides(db, _find_eval(db, a), _find_eval(db, b))
-        return sides, eval_tasks.list_first_episodes(db, a, b)
+        found = _document(sides, eval_tasks.list_first_episodes(db, a, b))
+        questions = eval_tasks.load_questions(db, [row["task_id"] for row in found["tasks"]])
+        return {**found, "tasks": [{**row, "question": questions[row["task_id"]]} for row in found["tasks"]]}
 
-    return answer(_document(*look(store, both)))
+    return answer(look(store, both))
 
 
 def _find_eval(db: Within, run: int) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import { TokensView } from "./tokens.js";
 import { Asked, Badge, Facts, Fold, Link, Problem, Tabs, Text, useData } from "./ui.js";
 
 const TEXT_PAGE = 200000;
+const FIRST_TOKENS = 4096;
 const ACTED = ["verify", "fork", "rescore", "whatif"];
 
 export function EpisodePage({ episode }) {
@@ -87,6 +88,7 @@ function Transcript({ data, row }) {
     );
   return html`${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} />`}
     <ol class="transcript">
+      ${turns.length > 0 && html`<${Opening} messages=${missingSystem(data)} episode=${row.id} />`}
       ${!turns.length && (data.task.messages || []).map((message, index) => html`<li key=${`task${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
       ${turns.map((turn) => html`<${Turn} key=${turn.step} turn=${turn} branches=${branches} row=${row} />`)}
     </ol>
@@ -95,6 +97,28 @@ function Transcript({ data, row }) {
     ${data.agent?.error && html`<h2>The agent ended so</h2><${Part} of=${data.agent} name="error" episode=${row.id} mono />`}
     ${data.agent?.output && html`<${Fold} summary="what the agent printed"><${Part} of=${data.agent} name="output" episode=${row.id} mono /><//>`}
     ${data.grades?.length > 0 && html`<h2>How it was judged</h2>${data.grades.map((call) => html`<${Call} key=${call.id} call=${call} row=${row} />`)}`}`;
+}
+
+/** The task's system messages where the first turn does not tell of one. */
+function missingSystem({ task, turns }) {
+  const isSystem = (message) => message.role === "system" || message.role === "developer";
+  return turns[0].messages.some(isSystem) || turns[0].shared_messages ? [] : (task.messages || []).filter(isSystem);
+}
+
+/** What stands before the first message: a chat template may add a system text and the tools, which only the tokens have. */
+function Opening({ messages, episode }) {
+  const asked = path(`episodes/${episode}/tokens`, { start: 0, size: FIRST_TOKENS });
+  return html`${messages.map((message, index) => html`<li key=${index}><${Message} message=${message} episode=${episode} /></li>`)}
+    ${isThere(asked) && html`<li><${Fold} summary="the first prompt as the model read it, with what the chat template added (system text, tools)"><${FirstPrompt} asked=${asked} /><//></li>`}`;
+}
+
+function FirstPrompt({ asked }) {
+  const found = useData(asked);
+  return html`<${Asked} of=${found} what="the tokens">${(page) => {
+    const [first] = page.segments;
+    if (!page.texts || first?.kind !== "prompt") return html`<p class="quiet">${visible(page.why_no_texts) || "It begins with nothing that was read."}</p>`;
+    return html`<div class="message"><${Text} value=${page.texts.slice(0, first.end).join("")} mono /></div>${first.end < page.total && first.end >= page.ids.length && html`<p class="quiet">It goes on: see the tokens.</p>`}`;
+  }}<//>`;
 }
 
 /** A text of an answer; where it was cut, the rest can be asked for. */
@@ -167,6 +191,7 @@ function Said({ rows }) {
 function WhyView({ data, row }) {
   const { fate, advantage } = data;
   const untrained = data.turns.filter((turn) => turn.why_not);
+  const isOwn = (each) => fate.fate === "trained" && !each.skipped && each.run_id === row.run_id && each.iteration === row.iteration;
   return html`<h2>Its reward</h2>
     ${data.rewards.length ? html`<div class="scrolls"><table><thead><tr><th scope="col">part</th><th scope="col">turn</th><th scope="col" class="number">value</th><th scope="col" class="number">weight</th><th scope="col">set</th></tr></thead><tbody>${data.rewards.map((each) => html`<tr key=${each.id}><td>${visible(each.part)}</td><td>${each.step ?? "the whole episode"}</td><td class="number">${number(each.value, 5)}</td><td class="number">${number(each.weight)}</td><td class="quiet">${visible(each.reward_set)}</td></tr>`)}</tbody></table></div>` : html`<p class="quiet">It has none.</p>`}
     ${data.rewards_left_out > 0 && html`<p class="quiet">${plural(data.rewards_left_out, "more part")}</p>`}
@@ -174,8 +199,8 @@ function WhyView({ data, row }) {
     <p>${advantage.value === null ? "It has none. " : html`<b>${number(advantage.value, 5)}</b> by ${visible(advantage.algorithm)} `}<span class="formula">${visible(advantage.how)}</span></p>
     ${advantage.agrees === false && html`<p class="warn">Computed again from the rows it is ${number(advantage.computed, 5)}: not what the update recorded.</p>`}
     <h2>The update that read it</h2>
-    <p><${Badge} is=${fate.fate} /> ${visible(fate.sentence)}</p>
-    ${data.read_by.map((each) => html`<p key=${`${each.run_id} ${each.iteration}`}>The update of <${Link} to=${["run", each.run_id, "iteration", each.iteration]}>iteration ${each.iteration} of ${visible(each.run)}<//>, with advantage ${number(each.advantage, 4)}${each.skipped ? ` (it took no step: ${visible(each.skipped)})` : ""}.</p>`)}
+    <p><${Badge} is=${fate.fate} /> ${visible(fate.sentence).replace(/^trained: /, "")}${data.read_by.some(isOwn) && html` <${Link} to=${["run", row.run_id, "iteration", row.iteration]}>see that iteration<//>`}</p>
+    ${data.read_by.filter((each) => !isOwn(each)).map((each) => html`<p key=${`${each.run_id} ${each.iteration}`}>The update of <${Link} to=${["run", each.run_id, "iteration", each.iteration]}>iteration ${each.iteration} of ${visible(each.run)}<//>, with advantage ${number(each.advantage, 4)}${each.skipped ? ` (it took no step: ${visible(each.skipped)})` : ""}.</p>`)}
     ${untrained.length > 0 && html`<h2>Turns that no update trains on</h2><ul>${untrained.map((turn) => html`<li key=${turn.step}>turn ${turn.step}: ${visible(turn.why_not)}</li>`)}</ul>`}
     ${data.resources.length > 0 && html`<h2>Texts it worked with</h2><p>${data.resources.map((each) => `${visible(each.name)}@${each.version}`).join(", ")} <${Link} to=${["run", row.run_id]} query=${{ tab: "prompts" }}>all versions<//></p>`}
     ${!exported() && html`<h2>To ask further</h2>${["verify", "why", "whatif", "rescore", "fork", "export"].filter((kind) => data.commands[kind]).map((kind) => html`<${CommandOrButton} key=${kind} line=${data.commands[kind]} kind=${ACTED.includes(kind) ? kind : null} body=${{ episode: row.id }} />`)}`}`;

@@ -3,8 +3,8 @@
 import { html } from "./vendor/preact.js";
 import { path } from "./data.js";
 import { number, plural, visible } from "./format.js";
-import { href, useChoice } from "./route.js";
-import { Asked, Badge, Facts, Link, Select, Table, Text, useData } from "./ui.js";
+import { useChoice } from "./route.js";
+import { Asked, Badge, Facts, Link, openable, Select, Table, Text, useData } from "./ui.js";
 
 export function GroupPage({ group }) {
   const found = useData(path(`groups/${group}`));
@@ -14,6 +14,7 @@ export function GroupPage({ group }) {
 function GroupView({ data }) {
   const { group, siblings } = data;
   const [order, setOrder] = useChoice("order", "reward");
+  const formula = commonFormula(siblings);
   const sorted = [...siblings].sort(order === "reward" ? (a, b) => (b.episode.reward ?? -Infinity) - (a.episode.reward ?? -Infinity) || a.episode.id - b.episode.id : (a, b) => a.episode.id - b.episode.id);
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", group.run_id]}>${visible(group.run)}<//><${Link} to=${["run", group.run_id, "iteration", group.iteration]} rel="up">iteration ${group.iteration}<//><span>group ${group.id}</span></nav>
     <div class="row base"><h1>Group ${group.id}</h1> <${Badge} is=${group.status} />${group.dropped ? html` <span class="warn">dropped: ${visible(group.dropped).replaceAll("_", " ")}</span>` : ""}${group.std_reward === 0 ? html` <span class="warn">flat: no variance, so nothing to learn</span>` : ""}</div>
@@ -28,9 +29,17 @@ function GroupView({ data }) {
     <${Siblings} rows=${sorted} />
     <h2>Where they part</h2>
     <${Parting} data=${data} sorted=${sorted} />
-    <div class="controls"><${Select} label="order" value=${order} onChange=${setOrder} options=${[["reward", "best first"], ["id", "as sampled"]]} /></div>
+    <div class="controls"><${Select} label="order" value=${order} onChange=${setOrder} options=${[["reward", "best first"], ["id", "as sampled"]]} /><span class="quiet">${plural(sorted.length, "sibling")} side by side${sorted.length > 2 ? ": scroll sideways for those that do not fit" : ""}</span></div>
+    ${formula && html`<p class="quiet">Each advantage is <span class="formula">${visible(formula).replace(/: $/, "")}</span>.</p>`}
     ${data.left_out > 0 && html`<p class="quiet">${plural(data.left_out, "more sibling")} not shown.</p>`}
-    <div class="siblings">${sorted.map((sibling) => html`<${Sibling} key=${sibling.episode.id} sibling=${sibling} at=${data.parting.at.find((each) => each.episode === sibling.episode.id)} />`)}</div>`;
+    <div class="siblings">${sorted.map((sibling) => html`<${Sibling} key=${sibling.episode.id} sibling=${sibling} at=${data.parting.at.find((each) => each.episode === sibling.episode.id)} formula=${formula} />`)}</div>`;
+}
+
+/** What the sentences on all advantages begin with, up to the numbers of each; empty where they differ, or stand alone. */
+function commonFormula(siblings) {
+  const said = siblings.map((sibling) => sibling.advantage?.how).filter(Boolean);
+  const first = /^.*?: /.exec(said[0] || "")?.[0] || "";
+  return said.length > 1 && said.every((each) => each.startsWith(first)) ? first : "";
 }
 
 function Siblings({ rows }) {
@@ -46,7 +55,7 @@ function Siblings({ rows }) {
     { key: "tokens", label: "tokens", number: true, cell: ({ episode }) => number(episode.sampled_tokens) },
     { key: "calls", label: "calls", number: true, cell: ({ episode }) => `${number(episode.tool_calls)}${episode.tool_errors ? ` (${episode.tool_errors} failed)` : ""}` },
   ];
-  return html`<${Table} caption="Siblings" columns=${columns} rows=${rows} rowKey=${(row) => row.episode.id} to=${(row) => href(["episode", row.episode.id])} />`;
+  return html`<${Table} caption="Siblings" columns=${columns} rows=${rows} rowKey=${(row) => row.episode.id} to=${(row) => openable(["episode", row.episode.id])} />`;
 }
 
 function sumOf(parts, name) {
@@ -61,19 +70,19 @@ function Parting({ data, sorted }) {
   const tail = text ? visible(text).slice(-160) : "";
   if (sorted.length < 2 || !end) return html`<p class="quiet">There is nothing to align.</p>`;
   return html`<p>${common ? html`They share the first ${plural(common, "token")}${tail ? html`, which end with <code>${tail.length < visible(text).length ? "…" : ""}${tail}</code>` : "."}` : "They share no token."}</p>
-    <div class="tree">${sorted.map(({ episode }) => html`<div key=${episode.id} class="tree-row"><a href=${href(["episode", episode.id])}>${episode.id}</a><div class="tree-line">
+    <div class="tree">${sorted.map(({ episode }) => html`<div key=${episode.id} class="tree-row"><${Link} to=${["episode", episode.id]}>${episode.id}<//><div class="tree-line">
       ${tree.filter((piece) => piece.episodes.includes(episode.id)).map((piece) => html`<span key=${piece.from_token} class=${`shared-${Math.min(8, piece.episodes.length)}`} style=${{ left: `${(100 * piece.from_token) / end}%`, width: `${(100 * (piece.to_token - piece.from_token)) / end}%` }} title=${`${piece.episodes.length > 1 ? `shared by ${piece.episodes.length}` : "its own"}, tokens ${piece.from_token} to ${piece.to_token}: ${visible(piece.text || "").slice(0, 300)}`}></span>`)}
     </div><span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>${number(episode.reward, 3)}</span></div>`)}</div>
     <p class="quiet">Darker: shared by more siblings; ${number(end)} tokens across.</p>`;
 }
 
-function Sibling({ sibling, at }) {
+function Sibling({ sibling, at, formula }) {
   const { episode } = sibling;
   return html`<section class="sibling" data-part="" aria-label=${`Episode ${episode.id}`}>
     <header><${Link} to=${["episode", episode.id]}><b>${episode.id}</b><//> <span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>reward ${number(episode.reward, 3)}${episode.advantage === null ? "" : `, advantage ${number(episode.advantage, 3)}`}</span></header>
     ${at && html`<p class="parts"><span class="quiet">parts at token ${number(at.token_index)}, turn ${at.step}: </span><code><mark>${at.token_text === null ? at.token : visible(at.token_text) || "(nothing)"}</mark>${visible(at.next || "").slice(0, 90)}</code></p>`}
     ${sibling.text.map((piece, index) => html`<div key=${index} class=${`piece ${piece.kind}`}>${piece.kind !== "sampled" && html`<span class="quiet">${visible(piece.name || piece.role || piece.kind)}</span>`}<${Text} value=${piece.text} cut=${piece.cut?.text || 0} lines=${14} mono=${piece.kind !== "message"} /></div>`)}
     ${sibling.text_left_out > 0 && html`<p class="quiet">${plural(sibling.text_left_out, "more part")}: open the episode.</p>`}
-    ${sibling.advantage?.how && html`<p class="formula quiet">${visible(sibling.advantage.how)}</p>`}
+    ${sibling.advantage?.how && html`<p class="formula quiet">${visible(sibling.advantage.how.slice(formula.length))}</p>`}
   </section>`;
 }

@@ -24,13 +24,15 @@ export function IterationPage({ run, iteration }) {
 
 function IterationView({ data }) {
   const row = data.iteration;
+  const trained = data.groups.flatMap((group) => group.episodes).filter((episode) => episode.fate === "trained").length;
   return html`<${Facts} of=${[
       ["status", html`<${Badge} is=${row.status} />${row.skipped ? ` ${visible(row.skipped)}` : ""}`],
       ["reward", number(row.mean_reward, 4)],
       ["sampled by version", number(row.policy_version)],
       ["staleness", row.staleness === null ? null : number(row.staleness)],
       ["held out", row.eval_reward === null ? null : number(row.eval_reward, 4)],
-      ["trained on", `${number(row.trainable)} of ${plural(row.episodes, "episode")}`],
+      ["trained on", data.left_out ? null : `${number(trained)} of ${plural(row.episodes, "episode")}`],
+      ["usable", `${number(row.trainable)} of ${number(row.episodes)}`],
       ["groups", `${number(row.groups)}, ${number(row.flat_groups)} flat, ${number(row.dropped_groups)} dropped${row.more_groups ? `, ${number(row.more_groups)} sampled more` : ""}`],
       ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
       ["tool calls", `${number(row.tool_calls)}, ${number(row.tool_errors)} failed`],

@@ -3,8 +3,7 @@
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { ask, path } from "./data.js";
 import { number, percent } from "./format.js";
-import { href } from "./route.js";
-import { Problem } from "./ui.js";
+import { Link, openable, Problem } from "./ui.js";
 
 const MOST_BARS = 400;
 
@@ -24,8 +23,8 @@ export function LedgerView({ run, version }) {
     <${FateBar} parts=${order.map((fate) => [fate, sums[fate]])} all=${all} />
     <div class="legend">${order.map((fate) => html`<span key=${fate}><i class=${`f-${fate}`}></i>${fate.replaceAll("_", " ")} ${number(sums[fate])} <span class="quiet">${percent(sums[fate] / all)}</span></span>`)}</div>
     <h2>By iteration</h2>
-    <div class="ledger">${found.rows.slice(-MOST_BARS).map((row) => html`<div key=${row.iteration} class="ledger-row" data-row=${href(["run", run, "iteration", row.iteration])}>
-      <a href=${href(["run", run, "iteration", row.iteration])}>${row.iteration}</a>
+    <div class="ledger">${found.rows.slice(-MOST_BARS).map((row) => html`<div key=${row.iteration} class="ledger-row" data-row=${openable(["run", run, "iteration", row.iteration])}>
+      <${Link} to=${["run", run, "iteration", row.iteration]}>${row.iteration}<//>
       <${FateBar} parts=${order.map((fate) => [fate, row[fate] || 0])} all=${row.planned} small />
     </div>`)}</div>
     ${found.rows.length > MOST_BARS && html`<p class="quiet">The newest ${MOST_BARS} of ${number(found.rows.length)} iterations; the sum above is of all.</p>`}

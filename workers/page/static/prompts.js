@@ -1,6 +1,6 @@
 // The texts that a run works with, version by version, what they earned, and what two versions differ in.
 
-import { html } from "./vendor/preact.js";
+import { html, useEffect, useRef } from "./vendor/preact.js";
 import { path } from "./data.js";
 import { number, visible } from "./format.js";
 import { useChoice } from "./route.js";
@@ -27,9 +27,9 @@ export function PromptsView({ run, version }) {
       { key: "diff", label: "difference", cell: (row) => html`<button type="button" aria-pressed=${String(row.id) === a || String(row.id) === b} onClick=${() => pick(row)}>${String(row.id) === a ? "A" : String(row.id) === b ? "B" : a ? "as B" : "as A"}</button>` },
     ];
     return html`${data.held_out && html`<${HeldOut} of=${data.held_out} />`}
+      <${Difference} many=${found.rows.length > 1} a=${byId.get(a)} b=${byId.get(b)} clear=${() => (setA(""), setB(""))} />
       <${Table} caption="Versions of its texts" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} /><${More} of=${found} />
       ${data.left_out > 0 && html`<p class="quiet">Of ${number(data.left_out)} of these versions the groups are too many to count here: SELECT * FROM v_resources.</p>`}
-      ${byId.get(a) && byId.get(b) && html`<h2>From @${byId.get(a).version} to @${byId.get(b).version}</h2><${LineDiff} one=${byId.get(a).text} other=${byId.get(b).text} />`}
       <${Critic} run=${run} version=${version} />`;
   }}<//>`;
 }
@@ -40,8 +40,28 @@ function HeldOut({ of }) {
   return html`<h2>On tasks that no choice was made on</h2><dl class="facts">${entries.map(([name, value]) => html`<div key=${name}><dt>${name.replaceAll("_", " ")}</dt><dd>${typeof value === "number" ? number(value, 4) : visible(value)}</dd></div>`)}</dl>`;
 }
 
+/** What the two chosen versions differ in, above the table in which they are chosen; it is brought into sight when both are. */
+function Difference({ many, a, b, clear }) {
+  const place = useRef(null);
+  const both = Boolean(a && b);
+  useEffect(() => {
+    if (both) place.current.scrollIntoView({ block: "nearest" });
+  }, [a?.id, b?.id]);
+  const name = (row) => `${visible(row.name)} @${row.version}`;
+  if (!a && !b) return many && html`<p class="quiet">Choose two versions in the column “difference” to see what was changed from A to B.</p>`;
+  return html`<section class="difference" ref=${place} aria-live="polite">
+    <h2>${both ? `From ${name(a)} to ${name(b)}` : `${a ? "A" : "B"} is ${name(a || b)}: choose the other`} <button type="button" class="copy" onClick=${clear}>choose anew</button></h2>
+    ${both && html`<${LineDiff} one=${a.text} other=${b.text} />`}
+  </section>`;
+}
+
+const SIGNS = { "+": "added", "-": "removed" };
+
 function LineDiff({ one, other }) {
-  return html`<pre class="diff">${diffLines(visible(one).split("\n").slice(0, MOST_LINES), visible(other).split("\n").slice(0, MOST_LINES)).map(([sign, line], index) => html`<span key=${index} class=${sign === "+" ? "added" : sign === "-" ? "removed" : ""}>${sign} ${line}\n</span>`)}</pre>`;
+  const lines = (text) => visible(text).split("\n").slice(0, MOST_LINES);
+  const found = diffLines(lines(one), lines(other));
+  if (found.every(([sign]) => sign === " ")) return html`<p class="quiet">They are the same, line by line.</p>`;
+  return html`<div class="diff mono">${found.map(([sign, line], index) => html`<div key=${index} class=${SIGNS[sign]}>${`${sign} ${line}`}</div>`)}</div>`;
 }
 
 /** Lines of both, by their longest common subsequence: [" " | "-" | "+", line]. */

@@ -2,6 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { AnnotationsView } from "./annotations.js";
+import { lineColor } from "./chart.js";
 import { ConfigView } from "./config.js";
 import { CurvesView, mergeFresh } from "./curves.js";
 import { askCurves, exported, listen, path } from "./data.js";
@@ -11,13 +12,14 @@ import { LanesView } from "./lanes.js";
 import { LedgerView } from "./ledger.js";
 import { Labels } from "./labels.js";
 import { PromptsView } from "./prompts.js";
-import { href, useChoice } from "./route.js";
+import { go, href, readRoute, useChoice } from "./route.js";
 import { Connection, ShortName } from "./runs.js";
 import { TasksView } from "./tasks.js";
-import { Asked, Badge, Command, Fold, Link, More, Problem, Table, Tabs, useData, useMore, When } from "./ui.js";
+import { Asked, Badge, Command, Fold, Link, More, openable, Problem, runWord, Table, Tabs, useData, useMore, When } from "./ui.js";
 
 const MOST_FRESH = 5000;
 const FEW_ITERATIONS = 100;
+const MOST_TOGETHER = 8;
 
 export function RunPage({ run }) {
   const live = useLiveRun(run);
@@ -55,11 +57,13 @@ function joinFresh(before, rows) {
 
 function RunView({ run, told, live }) {
   const [tab] = useChoice("tab", "curves");
+  const [others] = useChoice("with");
+  const ids = runsTogether(run, others);
   const row = { ...told.run, ...(live.row || {}) };
   const events = useData(path(`runs/${run}/events`, { size: 500, sort: "id" }), live.version);
   useEffect(() => {
-    document.title = `agentrl: ${row.run}`;
-  }, [row.run]);
+    document.title = `agentrl: ${ids.length > 1 ? `${ids.length} runs together` : row.run}`;
+  }, [row.run, ids.length]);
   const open = row.status === "running" || row.status === "planned";
   const tabs = [
     ["curves", "curves"],
@@ -74,6 +78,7 @@ function RunView({ run, told, live }) {
     ["events", "events"],
     ["config", "config"],
   ];
+  if (tab === "curves" && ids.length > 1) return html`<${Together} ids=${ids} /><div class="together-charts"><${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} /></div>`;
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${visible(row.run)}</span></nav>
     <div class="row base"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${Labels} run=${run} told=${told} /></div>
     ${row.reason && html`<p class=${row.status === "failed" ? "bad" : "quiet"}>${visible(row.reason)}</p>`}
@@ -84,11 +89,33 @@ function RunView({ run, told, live }) {
     <${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} />`;
 }
 
+/** The numbers of the runs whose curves the address wants in the same charts, the page's own first. */
+function runsTogether(run, others) {
+  return [...new Set([String(run), ...others.split(",").filter((each) => /^\d+$/.test(each))])].slice(0, MOST_TOGETHER);
+}
+
+/** The head of several runs that are seen together: which they are, in the colours of their lines. */
+function Together({ ids }) {
+  const without = (id) => {
+    const [first, ...rest] = ids.filter((each) => each !== id);
+    go(href(["run", first], { ...readRoute().query, with: rest.join(",") }));
+  };
+  return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${ids.length} runs together</span></nav>
+    <h1>${ids.length} runs together</h1>
+    <ul class="together">${ids.map((id, index) => html`<${TogetherRun} key=${id} id=${id} color=${lineColor(index)} remove=${() => without(id)} />`)}</ul>`;
+}
+
+function TogetherRun({ id, color, remove }) {
+  const { data } = useData(path(`runs/${id}`));
+  const name = visible(data?.run.run || id);
+  return html`<li class="tag"><i class="swatch" style=${{ background: `var(${color})` }}></i><${Link} to=${["run", id]}>${name}<//><button type="button" class="off" onClick=${remove} aria-label=${`Without ${name}`}>×</button></li>`;
+}
+
 function RunTab({ tab, run, told, live, row, events }) {
   const version = live.version;
   if (tab === "iterations") return html`<${IterationsView} run=${run} live=${live} />`;
   if (tab === "episodes") return html`<${EpisodesView} run=${run} version=${version} />`;
-  if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} />`;
+  if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} all=${told.tasks} />`;
   if (tab === "ledger") return html`<${LedgerView} run=${run} version=${version} />`;
   if (tab === "workers") return html`<${LanesView} run=${run} version=${version} row=${row} />`;
   if (tab === "annotations") return html`<${AnnotationsView} run=${run} version=${version} />`;
@@ -105,6 +132,7 @@ function evalsSeen(row) {
 }
 
 function RunFacts({ row, told }) {
+  const word = runWord(row);
   const left = row.iterations_done && row.seconds && row.status === "running" ? ((row.iterations - row.iterations_done) * row.seconds) / row.iterations_done : null;
   return html`<dl class="facts">
     ${[
@@ -127,7 +155,7 @@ function RunFacts({ row, told }) {
     <ul>${told.children.map((each) => html`<li key=${`${each.id}${each.what}`}><${Link} to=${["run", each.id]}>${visible(each.run)}<//> <span class="quiet">${visible(each.kind)}, ${visible(each.what)}</span></li>`)}</ul>
   <//>`}
   ${!exported() && html`<${Fold} summary="commands"><div class="commands">
-    ${[`agentrl watch ${row.id}`, ...(row.status === "running" ? [`agentrl pause ${row.id}`] : ["paused", "failed"].includes(row.status) ? [`agentrl resume ${row.id}`] : []), `agentrl eval --policy ${row.id}`, `agentrl ui --export ${row.id} --out run-${row.id}.html`].map((line) => html`<${Command} key=${line} line=${line} />`)}
+    ${[`agentrl watch ${word}`, ...(row.status === "running" ? [`agentrl pause ${word}`] : ["paused", "failed"].includes(row.status) ? [`agentrl resume ${word}`] : []), `agentrl eval --policy ${word}`, `agentrl ui --export ${word} --out run-${row.id}.html`].map((line) => html`<${Command} key=${line} line=${line} />`)}
   </div><//>`}`;
 }
 
@@ -153,14 +181,14 @@ function IterationsView({ run, live }) {
       { key: "reward", label: "reward", number: true, cell: cell("reward") },
       { key: "spread", label: "± over groups", number: true, cell: (row) => (row.reward_high === null ? "–" : number((row.reward_high - row.reward_low) / 2, 2)) },
       { key: "groups", label: "groups", number: true, title: "all / without variance / dropped", cell: (row) => `${number(row.groups)} / ${number(row.flat_groups)} / ${number(row.dropped_groups)}` },
-      { key: "episodes", label: "trained", number: true, cell: (row) => `${number(row.trainable)} of ${number(row.episodes)}` },
+      { key: "episodes", label: "usable", number: true, cell: (row) => `${number(row.trainable)} of ${number(row.episodes)}` },
       ...["loss", "kl", "entropy", "clip_fraction", "grad_norm"].map((key) => ({ key, label: key.replace("_", " "), number: true, cell: cell(key) })),
       { key: "length", label: "tokens / episode", number: true, cell: cell("length") },
       { key: "tools", label: "tool errors", number: true, cell: (row) => `${number(row.tool_errors)} of ${number(row.tool_calls)}` },
       { key: "seconds", label: "rollout + update", number: true, cell: (row) => `${seconds(row.rollout_seconds)} + ${seconds(row.update_seconds)}` },
     ];
     const shown = all ? rows : rows.slice(0, FEW_ITERATIONS);
-    return html`<${Table} caption="Iterations" columns=${columns} rows=${shown} rowKey=${(row) => row.iteration} to=${(row) => href(["run", run, "iteration", row.iteration])} empty="No iteration yet." />
+    return html`<${Table} caption="Iterations" columns=${columns} rows=${shown} rowKey=${(row) => row.iteration} to=${(row) => openable(["run", run, "iteration", row.iteration])} empty="No iteration yet." />
       ${shown.length < rows.length && html`<button type="button" class="more" onClick=${() => setAll(true)}>show all ${number(rows.length)} iterations</button>`}`;
   }}<//>`;
 }
@@ -168,7 +196,7 @@ function IterationsView({ run, live }) {
 function EventsView({ run, version }) {
   const found = useMore(path(`runs/${run}/events`, { size: 500, sort: "id" }), version);
   const columns = [
-    { key: "at", label: "when", cell: (row) => html`<${When} at=${row.created_at} />` },
+    { key: "at", label: "when", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
     { key: "kind", label: "event", cell: (row) => html`<${Badge} is=${row.kind} />` },
     { key: "subject", label: "of", cell: (row) => visible(row.subject) },
     { key: "detail", label: "detail", wide: true, cell: (row) => visible(row.detail) },

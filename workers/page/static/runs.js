@@ -59,17 +59,17 @@ function runColumns(chosen, toggle, setTag) {
     { key: "choose", label: html`<span class="unseen">Choose</span>`, cell: (row) => html`<input type="checkbox" checked=${chosen.includes(row.id)} onChange=${() => toggle(row.id)} aria-label=${`Choose ${visible(row.run)}`} />` },
     { key: "run", label: "run", sort: "run", wide: true, cell: (row) => html`<${Link} to=${["run", row.id]}>${visible(row.run)}<//> ${(row.tags || []).map((tag) => html`<button key=${tag} type="button" class="tag" onClick=${() => setTag(tag)}>${visible(tag)}</button> `)}` },
     { key: "status", label: "status", sort: "status", cell: (row) => html`<${Badge} is=${row.status} title=${visible(row.reason)} />${row.waits_for && html`<div class="quiet">${visible(row.waits_for)}</div>`}` },
-    { key: "algorithm", label: "algorithm", cell: (row) => (row.kind === "train" || row.kind === "search" ? visible(row.algorithm) : row.kind) },
-    { key: "model", label: "model", cell: (row) => html`<${ShortName} of=${row.model} />` },
-    { key: "dataset", label: "dataset", cell: (row) => html`<${ShortName} of=${row.dataset} />` },
     { key: "reward", label: "reward", number: true, sort: "reward", title: "Mean reward of the last iteration", cell: (row) => number(row.last_reward, 3) },
     { key: "spark", label: "over iterations", cell: (row) => html`<${Sparkline} points=${row.spark || []} label="reward" />` },
     { key: "eval", label: "eval", number: true, sort: "best", title: "Held out: the newest, and the best version", cell: (row) => (row.eval_reward === null ? "–" : html`${number(row.eval_reward, 3)}${row.best_reward !== null && row.best_reward !== row.eval_reward ? html`<div class="quiet">best ${number(row.best_reward, 3)} @${row.best_version}</div>` : ""}`) },
+    { key: "algorithm", label: "algorithm", cell: (row) => (row.kind === "train" || row.kind === "search" ? visible(row.algorithm) : row.kind) },
+    { key: "model", label: "model", short: true, cell: (row) => html`<${ShortName} of=${row.model} />` },
+    { key: "dataset", label: "dataset", short: true, cell: (row) => html`<${ShortName} of=${row.dataset} />` },
     { key: "iterations", label: "iterations", number: true, cell: (row) => `${number(row.iterations_done)} / ${number(row.iterations)}` },
     { key: "episodes", label: "episodes", number: true, sort: "episodes", cell: (row) => number(row.episodes_done) },
     { key: "tokens", label: "tokens", number: true, cell: (row) => compact(row.tokens) },
     { key: "seconds", label: "took", number: true, sort: "seconds", cell: (row) => seconds(row.seconds) },
-    { key: "created", label: "submitted", sort: "id", cell: (row) => html`<${When} at=${row.created_at} />` },
+    { key: "created", label: "submitted", sort: "id", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
   ];
 }
 

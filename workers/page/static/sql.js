@@ -31,6 +31,7 @@ export function SqlPage() {
       <div class="sql-main">
         <textarea rows="5" spellcheck="false" aria-label="One SELECT" value=${text} onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${(event) => (event.ctrlKey || event.metaKey) && event.key === "Enter" && run()} data-search=""></textarea>
         <div class="controls"><button type="button" onClick=${run} disabled=${state.runs}>${state.runs ? "running…" : "run"}</button> <span class="quiet">Ctrl-Enter. Read-only, at most 5 s and 1,000 rows.</span> <${Copy} text=${location.href} label="copy link" /></div>
+        ${!state.found && !state.error && html`<p class="waits" role="status">Reading the rows…</p>`}
         ${state.error && html`<${Problem} error=${state.error} />`}
         ${state.found && html`<${Result} found=${state.found} as=${as} setAs=${setAs} />`}
       </div>
@@ -47,12 +48,13 @@ function Result({ found, as, setAs }) {
     ${as === "chart" ? html`<${ResultChart} found=${found} />` : html`<${Table} caption="Result" columns=${columns} rows=${found.rows.map((row, index) => Object.assign([...row], { at: index }))} rowKey=${(row) => row.at} empty="No rows." />`}`;
 }
 
-/** Rows as comma-separated values; what a spreadsheet would take for a formula stands behind an apostrophe. */
+/** Rows as comma-separated values; what a spreadsheet would take for a formula stands behind an apostrophe. Whatever else it may
+ * take for the end of a cell is quoted, so that nothing behind it becomes a formula either. */
 export function csv({ columns, rows }) {
   const cell = (value) => {
     const text = value === null ? "" : String(json(value));
     const safe = typeof value === "string" && /^[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/.test(text) ? `'${text}` : text;
-    return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+    return /[",;\t\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
   return [columns, ...rows].map((row) => row.map(cell).join(",")).join("\r\n");
 }

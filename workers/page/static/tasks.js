@@ -3,19 +3,31 @@
 import { html } from "./vendor/preact.js";
 import { Chart, Sparkline } from "./chart.js";
 import { exported, path } from "./data.js";
-import { json, number, visible } from "./format.js";
-import { href, useChoice } from "./route.js";
-import { Asked, Facts, Fold, Link, More, Search, Table, Text, useData, useMore } from "./ui.js";
+import { json, number, plural, visible } from "./format.js";
+import { useChoice } from "./route.js";
+import { Asked, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore } from "./ui.js";
 
-export function TasksView({ run, version }) {
+export function TasksView({ run, version, all }) {
   const [text, setText] = useChoice("text");
   const [sort, setSort] = useChoice("sort");
   const found = useMore(path(`runs/${run}/tasks`, { text, sort, size: 25 }), version);
   return html`${!exported() && html`<div class="controls"><${Search} value=${text} onChange=${setText} label="In the task's key" /></div>`}
-    <${Asked} of=${found} what="the tasks">${() => html`<${Table} caption="Tasks" columns=${taskColumns(run)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => href(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task is so." /><${More} of=${found} />`}<//>`;
+    <${Asked} of=${found} what="the tasks">${(data) => html`<${SolvedMeans} words=${data.solved_means} />${exported() && html`<${TasksInFile} run=${run} rows=${found.rows} more=${Boolean(found.next)} all=${all} />`}
+      <${Table} caption="Tasks" columns=${taskColumns(run, data.solved_means)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => openable(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task is so." /><${More} of=${found} />`}<//>`;
 }
 
-function taskColumns(run) {
+/** When a task counts as solved: one good episode is enough, whatever the mean. */
+function SolvedMeans({ words }) {
+  return words && html`<p class="quiet">A task is solved at the first iteration in which ${visible(words)}; the mean reward of its episodes may be far less.</p>`;
+}
+
+/** How many tasks an exported file lists, and how many of them can be opened. */
+function TasksInFile({ run, rows, more, all }) {
+  const there = rows.filter((row) => openable(["run", run, "task", row.task_id]));
+  return html`<p class="quiet">This file lists ${more ? "the first " : ""}${plural(rows.length, "task")}${all ? ` of ${number(all)}` : ""}; ${number(there.length)} of them can be opened.</p>`;
+}
+
+function taskColumns(run, means) {
   return [
     { key: "task", label: "task", wide: true, cell: (row) => html`<${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 100)}<//>` },
     { key: "reference", label: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
@@ -24,9 +36,9 @@ function taskColumns(run) {
     { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },
     { key: "points", label: "over iterations", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
     { key: "last", label: "last", number: true, cell: (row) => number(row.last_reward, 3) },
-    { key: "solved", label: "solved", cell: (row) => (row.first_solved ? html`<span class="good">at iteration ${row.first_solved}</span>` : row.groups ? html`<span class="warn">never</span>` : "–") },
-    { key: "best", label: "best", cell: (row) => episodeLink(row.best) },
-    { key: "worst", label: "worst", cell: (row) => episodeLink(row.worst) },
+    { key: "solved", label: "first solved", short: true, title: visible(means), cell: (row) => (row.first_solved ? html`<span title=${visible(means)}>at iteration ${row.first_solved}</span>` : row.groups ? html`<span class="warn">never</span>` : "–") },
+    { key: "best", label: "best", short: true, cell: (row) => episodeLink(row.best) },
+    { key: "worst", label: "worst", short: true, cell: (row) => episodeLink(row.worst) },
   ];
 }
 
@@ -48,9 +60,10 @@ export function TaskPage({ run, task }) {
       ]} />
       ${(data.messages || []).map((message, index) => html`<div key=${index} class="message"><b>${visible(message.role)}</b> <${Text} value=${typeof message.content === "string" ? message.content : json(message.content)} cut=${message.cut?.content || 0} /></div>`)}
       ${data.metadata && Object.keys(data.metadata).length > 0 && html`<${Fold} summary="metadata"><${Text} value=${json(data.metadata)} mono /><//>`}
+      <${SolvedMeans} words=${data.solved_means} />
       ${data.points?.length > 1 && html`<div class="charts"><${Chart} title="mean reward" lines=${[{ label: "reward", color: "--line-1", x: data.points.map(([x]) => x), y: data.points.map(([, y]) => y) }]} /></div>`}
       <h2>Each time</h2>
-      <${Table} caption="Groups of the task" rows=${data.groups} rowKey=${(row) => row.id} to=${(row) => href(["group", row.id])} empty="It was not sampled yet." columns=${[
+      <${Table} caption="Groups of the task" rows=${data.groups} rowKey=${(row) => row.id} to=${(row) => openable(["group", row.id])} empty="It was not sampled yet." columns=${[
         { key: "iteration", label: "iteration", number: true, cell: (row) => row.iteration },
         { key: "id", label: "group", number: true, cell: (row) => html`<${Link} to=${["group", row.id]}>${row.id}<//>` },
         { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },

@@ -1,10 +1,11 @@
-// Light and dark: what the machine says, unless a person chose.
+// Light and dark: what the machine says, unless a person chose; paper is light.
 
 import { useEffect, useState } from "./vendor/preact.js";
 
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const themeListeners = new Set();
 let chosen = readChosen();
+let prints = false;
 
 function readChosen() {
   try {
@@ -15,6 +16,7 @@ function readChosen() {
 }
 
 function themeNow() {
+  if (prints) return "light";
   return chosen || (DARK.matches ? "dark" : "light");
 }
 
@@ -33,7 +35,14 @@ export function toggleTheme() {
   applyTheme();
 }
 
+function setPrints(now) {
+  prints = now;
+  applyTheme();
+}
+
 DARK.addEventListener("change", applyTheme);
+addEventListener("beforeprint", () => setPrints(true));
+addEventListener("afterprint", () => setPrints(false));
 
 export function useTheme() {
   const [theme, setTheme] = useState(themeNow);

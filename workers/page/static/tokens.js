@@ -160,6 +160,17 @@ function watchBlock(element, told) {
   blockObserver.observe(element);
 }
 
+/** Paper has no place that is looked at: before it is printed everything is drawn, and after it only what is near again. */
+addEventListener("beforeprint", () => {
+  for (const told of blockWatchers.values()) told(true);
+});
+addEventListener("afterprint", () => {
+  for (const element of blockWatchers.keys()) {
+    blockObserver.unobserve(element);
+    blockObserver.observe(element);
+  }
+});
+
 function unwatchBlock(element) {
   blockWatchers.delete(element);
   blockObserver?.unobserve(element);

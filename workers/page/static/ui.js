@@ -1,13 +1,16 @@
 // What all views are made of: asked data, links, tables, tabs, folded texts, words for states.
 
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
-import { ask, exported } from "./data.js";
+import { ask, exported, isThere, path } from "./data.js";
 import { ago, moment, number, visible } from "./format.js";
 import { href, readRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
 const kept = new Map();
 const MOST_KEPT = 60;
+const PAPER_WIDTH = 700;
+const PAPER_COLUMN = 325;
+const RUN_NAME = /^[a-z0-9][a-z0-9._-]{0,63}$/;
 
 /** What is asked: {data, error, loading}. While `version` changes the last answer stays; after a failure it is asked again. */
 export function useData(asked, version = 0, how = ask) {
@@ -56,8 +59,29 @@ export function Problem({ error, small = false }) {
   </div>`;
 }
 
+/** A link inside of the page; where the exported file does not have what it leads to, its words alone. */
 export function Link({ to, query, children, ...rest }) {
-  return html`<a href=${href(to, query)} ...${rest}>${children}</a>`;
+  const address = openable(to, query);
+  if (!address) return html`<span class=${rest.class} title=${rest.title || "not in this file"}>${children}</span>`;
+  return html`<a href=${address} ...${rest}>${children}</a>`;
+}
+
+/** The address of a place, or undefined where an exported file does not have it. */
+export function openable(parts, query) {
+  return isThere(askedAt(parts)) ? href(parts, query) : undefined;
+}
+
+/** What a place asks for first. */
+function askedAt([kind, id, what, part]) {
+  if (kind === "group" || kind === "episode") return path(`${kind}s/${id}`);
+  if (kind === "compare" || kind === "sql") return path(kind);
+  if (kind !== "run") return path("store");
+  return path(part === undefined ? `runs/${id}` : `runs/${id}/${what}s/${part}`);
+}
+
+/** How a command is told a run: by its name where that is one of agentrl's, else by its number; a number is taken for a name first. */
+export function runWord({ id, run }) {
+  return RUN_NAME.test(run) ? run : String(id);
 }
 
 /** Tabs whose choice stands in the address. */
@@ -108,8 +132,10 @@ async function writeClipboard(text) {
   return undefined;
 }
 
+/** A command to type. One that holds characters which are not seen is not to be pasted into a terminal. */
 export function Command({ line, action }) {
-  return html`<div class="command"><code>${visible(line)}</code><${Copy} text=${line} />${action}</div>`;
+  const plain = visible(line) === line && !/[\t\n]/.test(line);
+  return html`<div class="command"><code>${visible(line)}</code>${plain ? html`<${Copy} text=${line} />` : html`<span class="warn">it holds hidden characters: not to be copied</span>`}${action}</div>`;
 }
 
 /** A text as somebody wrote it: characters that would not be seen are shown, a long one is folded. */
@@ -145,7 +171,7 @@ export function Fold({ summary, open = false, children }) {
   </details>`;
 }
 
-/** A table whose rows are found with j and k. `columns`: [{key, label, title, cell(row), number, sort}]. */
+/** A table whose rows are found with j and k. `columns`: [{key, label, title, cell(row), number, short, wide, sort}]. */
 export function Table({ columns, rows, rowKey, to, sort, onSort, caption, empty = "Nothing here." }) {
   if (!rows.length) return html`<p class="quiet">${empty}</p>`;
   return html`<div class="scrolls" tabindex="0" role="region" aria-label=${caption}>
@@ -157,7 +183,7 @@ export function Table({ columns, rows, rowKey, to, sort, onSort, caption, empty 
         </tr>
       </thead>
       <tbody>
-        ${rows.map((row) => html`<tr key=${rowKey(row)} data-row=${to ? to(row) : undefined}>${columns.map((column) => html`<td key=${column.key} class=${column.number ? "number" : column.wide ? "wide" : ""}>${column.cell(row)}</td>`)}</tr>`)}
+        ${rows.map((row) => html`<tr key=${rowKey(row)} data-row=${to ? to(row) : undefined}>${columns.map((column) => html`<td key=${column.key} class=${column.number ? "number" : column.wide ? "wide" : column.short ? "short" : ""}>${column.cell(row)}</td>`)}</tr>`)}
       </tbody>
     </table>
   </div>`;
@@ -198,8 +224,8 @@ export function More({ of }) {
   return html`<button type="button" class="more" onClick=${of.fetchMore}>show more</button>`;
 }
 
-/** A text field whose content is told half a second after the last key. */
-export function Search({ value, onChange, label, id }) {
+/** A text field whose content is told a moment after the last key. `hints`: words that are offered. */
+export function Search({ value, onChange, label, id, hints = [] }) {
   const [text, setText] = useState(value);
   const timer = useRef(0);
   useEffect(() => setText(value), [value]);
@@ -209,7 +235,8 @@ export function Search({ value, onChange, label, id }) {
     clearTimeout(timer.current);
     timer.current = setTimeout(() => onChange(typed), 300);
   };
-  return html`<input type="search" class="search" id=${id} value=${text} onInput=${change} placeholder=${label} aria-label=${label} data-search="" />`;
+  const list = hints.length ? `hints of ${label}`.replace(/\W+/g, "-") : undefined;
+  return html`<input type="search" class="search" id=${id} size=${Math.max(18, label.length + 2)} value=${text} onInput=${change} placeholder=${label} aria-label=${label} data-search="" list=${list} />${list && html`<datalist id=${list}>${hints.map((hint) => html`<option key=${hint} value=${hint}></option>`)}</datalist>`}`;
 }
 
 export function Select({ value, options, onChange, label }) {
@@ -224,15 +251,23 @@ export function Facts({ of }) {
   return html`<dl class="facts">${given.map(([name, value, title]) => html`<div key=${name} title=${title}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
-/** The width that an element has now, for what is drawn in pixels. */
+/** The width that an element has now, for what is drawn in pixels; while the page is printed, at most that of a sheet, or of its column. */
 export function useWidth() {
   const holder = useRef(null);
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
+    const measure = () => holder.current && setWidth(Math.floor(holder.current.getBoundingClientRect().width));
     const look = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    const forPaper = () => setWidth((now) => Math.min(now, holder.current.closest(".charts") ? PAPER_COLUMN : PAPER_WIDTH));
     look.observe(holder.current);
-    setWidth(Math.floor(holder.current.getBoundingClientRect().width));
-    return () => look.disconnect();
+    measure();
+    addEventListener("beforeprint", forPaper);
+    addEventListener("afterprint", measure);
+    return () => {
+      look.disconnect();
+      removeEventListener("beforeprint", forPaper);
+      removeEventListener("afterprint", measure);
+    };
   }, []);
   return [holder, width];
 }
