@@ -181,6 +181,28 @@ def test_back_and_forward_go_through_the_views(lived: Stack, served: Service, co
     assert "first" in page.inner_text("h1")
 
 
+def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
+    lived: Stack, served: Service, context: BrowserContext
+) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["run"])
+    page.wait_for_selector(".chart .u-over")
+    box = page.locator(".chart .u-over").first.bounding_box()
+    assert box is not None
+    end, height = box["x"] + box["width"] - 2, box["y"] + box["height"] / 2
+    page.mouse.move(end - 80, height)
+    page.mouse.down()
+    page.mouse.move(end, height, steps=3)
+    page.mouse.up()
+    assert "iteration" not in page.evaluate("location.hash")
+    look_at(page, served, views(lived)["run"])
+    page.wait_for_selector(".chart .u-over")
+    page.mouse.click(end, height)
+    page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
+    last = one(lived, f"SELECT iterations FROM runs WHERE id = {views(lived)['run'].split('/')[2]}")
+    assert page.evaluate("location.hash").endswith(f"/iteration/{last}")
+
+
 def test_the_keyboard_alone_leads_from_the_runs_to_a_token(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, "#/")

@@ -1,7 +1,9 @@
 """What the page is told of runs: lists, one run, curves, events, the ledger, lanes, iterations, episodes, on both databases."""
 
 import itertools
+import math
 from dataclasses import replace
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -236,6 +238,58 @@ def test_the_spread_of_a_reward_is_that_of_its_groups_means(database: Database) 
     row = curve(PageOver(database).read("/api/runs/1/curves"))[0]
     assert (row["reward"], row["reward_low"], row["reward_high"]) == (0.375, 0.25, 0.5)
     assert (row["groups"], row["flat_groups"], row["length"]) == (2, 0, 2.0)
+
+
+def test_a_group_without_a_reward_makes_the_spread_of_the_others_no_smaller(grown: Database) -> None:
+    of_first = "iteration_id = (SELECT min(id) FROM iterations WHERE run_id = 1)"
+    first, *others = values(grown, f"SELECT id FROM groups WHERE {of_first} ORDER BY id")
+    with altered(grown, "groups", "mean_reward", f"id = {first}", None):
+        means = values(grown, f"SELECT mean_reward FROM groups WHERE {of_first} AND mean_reward IS NOT NULL")
+        row = curve(PageOver(grown).read("/api/runs/1/curves"))[0]
+    assert len(means) == len(others) > 2
+    assert row["reward_high"] - row["reward"] == pytest.approx(pstdev(means))
+
+
+def test_a_run_on_stored_groups_of_another_reward_set_shows_that_sets_rewards_or_none(grown: Database) -> None:
+    run, page = number(grown, "again"), PageOver(grown)
+    with altered(grown, "runs", "reward_set", f"id = {run}", "brevity"):
+        first = curve(page.read(f"/api/runs/{run}/curves"))[0]
+        groups = page.read(f"/api/runs/{run}/iterations/1")["groups"]
+        told = page.read(f"/api/runs/{run}/tasks")["solved_means"]
+    assert (first["groups"], first["flat_groups"], first["reward_low"]) == (16, None, None)
+    earned = """
+        SELECT sum(w.value * w.weight) FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
+        WHERE s.name = 'brevity' AND w.episode_id = {}"""
+    for group in groups:
+        found = [values(grown, earned.format(episode["id"]))[0] for episode in group["episodes"]]
+        assert [episode["reward"] for episode in group["episodes"]] == found
+        done = [each for each, episode in zip(found, group["episodes"], strict=True) if episode["status"] == "done"]
+        assert group["mean_reward"] == pytest.approx(sum(done) / len(done))
+        assert group["flat"] == (len({*done}) == 1)
+    assert "brevity" in told
+
+
+def test_a_run_that_serves_counts_no_tokens_of_its_iterations(grown: Database) -> None:
+    with altered(grown, "runs", "kind", "id = 1", "serve"):
+        row = curve(PageOver(grown).read("/api/runs/1/curves"))[0]
+    assert (row["tokens"], row["length"], row["tool_calls"]) == (None, None, None)
+
+
+def test_episodes_of_an_infinite_reward_come_once_each(database: Database) -> None:
+    trained(database, (1.0, 0.5))
+    page, found, cursor = PageOver(database), [], ""
+    with (
+        altered(database, "episodes", "reward", "id = 1", math.inf),
+        altered(database, "episodes", "reward", "id = 2", math.inf),
+    ):
+        while True:
+            rows = page.read("/api/runs/1/episodes", sort="reward", size=1, cursor=cursor)
+            found += [row["id"] for row in rows["rows"]]
+            cursor = rows["next"]
+            if not cursor:
+                break
+    assert found[:2] == [2, 1]
+    assert sorted(found) == values(database, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
 
 
 def test_a_reward_of_any_size_has_a_curve(database: Database) -> None:

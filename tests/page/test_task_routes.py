@@ -98,7 +98,13 @@ def test_tasks_are_found_by_a_text_in_their_key_or_reference(grown: Database) ->
 
 def test_a_run_on_stored_groups_has_the_tasks_of_those(grown: Database) -> None:
     (run,) = values(grown, "SELECT id FROM runs WHERE name = 'again'")
-    assert len(whole_list(PageOver(grown), run, size=1000)) == 32
+    page = PageOver(grown)
+    found = whole_list(page, run, size=1000)
+    assert len(found) == 32
+    sampled = {row["task_id"]: row["first_solved"] for row in whole_list(page, 1, size=1000)}
+    seen = {row["task_id"]: row["first_solved"] for row in found if row["first_solved"] is not None}
+    assert seen == {task: first for task, first in sampled.items() if first is not None and first <= 2}
+    assert seen
 
 
 def test_a_page_of_too_many_episodes_says_how_many_groups_it_did_not_read(

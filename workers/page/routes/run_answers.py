@@ -19,7 +19,7 @@ class ListedRun(BaseModel):
     algorithm: str | None
     tags: list[str]
     spark: list[list[float]]
-    tokens: int
+    tokens: int | None
     waits_for: str
     active_at: datetime | None
 
@@ -93,6 +93,7 @@ class WholeRun(BaseModel):
     has: dict[str, bool]
     reward_parts: list[str]
     open_work: list[dict[str, Any]]
+    evaluations: int
 
 
 class CurvesAnswer(BaseModel):

@@ -8,6 +8,7 @@ from agentrl.workers.page.shown.config_rows import list_config
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
 from agentrl.workers.page.shown.within import Within
 from agentrl.workflow.store.reads import run_details, run_rows
+from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
@@ -51,4 +52,5 @@ def load_run(db: Within, run: int) -> dict[str, Any]:
         "has": run_details.find_what_it_has(db.tx, run, name),
         "reward_parts": run_details.list_reward_parts(db.tx, run, name),
         "open_work": [*work][:OPEN_WORK_SHOWN],
+        "evaluations": count_evals(db.tx, run),
     }

@@ -65,7 +65,7 @@ function Head({ help }) {
       <${Link} to=${[]}>runs<//>
       ${!file && html`<${Link} to=${["compare"]}>compare<//><${Link} to=${["sql"]}>sql<//>`}
     </nav>
-    ${file ? html`<span class="quiet grow">a file of ${visible(file.made_at).slice(0, 16)}${file.left_out ? `: ${visible(file.left_out)}` : ""}</span>` : html`<${Place} />`}
+    ${file ? html`<span class="quiet grow">a file of ${visible(file.made_at).slice(0, 20)}${file.left_out ? `: ${visible(file.left_out)}` : ""}</span>` : html`<${Place} />`}
     <button type="button" onClick=${toggleTheme} aria-label=${theme === "dark" ? "Light colours" : "Dark colours"}>${theme === "dark" ? "☀" : "☾"}</button>
     <button type="button" onClick=${help} aria-label="Keys">?</button>
   </header>`;

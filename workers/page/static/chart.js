@@ -1,13 +1,15 @@
 // Curves: lines with bands and marks over a common axis, whose hover is linked, drawn by uPlot.
 
-import { html, useEffect, useRef, useState } from "./vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import uPlot from "./vendor/uplot.js";
-import { number } from "./format.js";
+import { minus, moment, number } from "./format.js";
 import { useTheme } from "./theme.js";
 import { useWidth } from "./ui.js";
 
 const HEIGHT = 190;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5];
+const CLICK_PIXELS = 5;
 const MARKS = { killed: "--bad", resumed: "--good", waiting: "--warn", checkpoint: "--line-2", eval: "--line-3", other: "--quiet" };
 
 export function lineColor(index) {
@@ -46,9 +48,9 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   const state = useRef({});
   state.current = { shown, marks, data, xLabel, xIsTime };
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!width || !shown.length || !near) return undefined;
-    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, sync, range, weight, state, told, picked }), data.columns, holder.current);
+    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, whole: xLabel === "iteration", sync, range, weight, state, told, picked }), data.columns, holder.current);
     drawn.current = plot;
     tellValues(told.current, state.current, null);
     return () => {
@@ -57,7 +59,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
     };
   }, [shape, width > 0, shown.length > 0, near]);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (drawn.current && width) drawn.current.setSize({ width, height });
   }, [width]);
 
@@ -69,7 +71,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   }, [content]);
 
   return html`<figure class=${`chart ${bare ? "bare" : ""}`}>
-    <figcaption><h3>${title}</h3> <span class="told" ref=${told}></span>${note && html`<span class="quiet"> ${note}</span>`}</figcaption>
+    <figcaption><h3>${title}</h3>${note && html` <span class="quiet">${note}</span>`} <span class="told" ref=${told}></span></figcaption>
     <div ref=${holder} class="plot" style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(title, shown, xLabel)}>
       ${!shown.length && html`<p class="quiet none">no numbers</p>`}
     </div>
@@ -105,15 +107,19 @@ function describe(title, lines, xLabel) {
     .join(". ");
 }
 
-/** All lines over one axis: columns of x, then of each line its value, and where it has them the ends of its band. */
+/** All lines over one axis: columns of x, then of each line its value, and where it has them the ends of its band. Where a line
+ * has several values at one x, their mean stands there. */
 function alignLines(lines, weight) {
   const xs = [...new Set(lines.flatMap((line) => line.x))].filter(Number.isFinite).sort((a, b) => a - b);
   const place = new Map(xs.map((x, index) => [x, index]));
   const spread = (line, values) => {
     const column = new Array(xs.length).fill(null);
+    const counts = new Array(xs.length).fill(0);
     line.x.forEach((x, index) => {
-      const value = values[index];
-      if (place.has(x)) column[place.get(x)] = Number.isFinite(value) ? value : null;
+      const [value, at] = [values[index], place.get(x)];
+      if (at === undefined || !Number.isFinite(value)) return;
+      counts[at] += 1;
+      column[at] = (column[at] ?? 0) + (value - (column[at] ?? 0)) / counts[at];
     });
     return column;
   };
@@ -121,7 +127,8 @@ function alignLines(lines, weight) {
   const roles = [];
   for (const line of lines) {
     if (line.low) {
-      columns.push(spread(line, smoothed(line.low, weight)), spread(line, smoothed(line.high, weight)));
+      const kept = line.dots ? 0 : weight;
+      columns.push(spread(line, smoothed(line.low, kept)), spread(line, smoothed(line.high, kept)));
       roles.push({ line, role: "low" }, { line, role: "high" });
     }
     if (weight && !line.dots && !line.low) {
@@ -135,7 +142,7 @@ function alignLines(lines, weight) {
   return { columns, roles, sum };
 }
 
-function chartOptions({ width, height, log, xIsTime, sync, range, weight, state, told, picked }) {
+function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight, state, told, picked }) {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const { roles } = state.current.data;
   const bands = [];
@@ -146,24 +153,40 @@ function chartOptions({ width, height, log, xIsTime, sync, range, weight, state,
     series.push(lineStyle(line, role, color));
   });
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--rule"), width: 1 }, ticks: { stroke: css("--rule"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+  const denseLog = (_, splits) => splits.map((value) => (value !== null && /^[125]e/.test(value.toExponential()) ? tick(value) : ""));
   const dense = (_, splits) => splits.map((value) => (value === null ? "" : tick(value)));
   return {
     width,
     height,
     legend: { show: false },
-    padding: [8, 10, 0, 0],
-    scales: { x: { time: xIsTime, ...(range ? { range } : {}) }, y: log ? { distr: 3 } : { range: roomy } },
-    axes: [{ ...axis, size: 30, ...(xIsTime ? {} : { values: dense, incrs: undefined }) }, { ...axis, size: 52, values: dense }],
+    padding: [8, xIsTime ? 34 : 10, 0, 0],
+    scales: { x: { time: xIsTime, range: range || ends }, y: log ? { distr: 3, range: roomyLog } : { range: roomy } },
+    axes: [{ ...axis, size: 30, ...(xIsTime ? { values: clock, space: 90 } : { values: dense, ...(whole ? { incrs: WHOLE } : {}) }) }, { ...axis, size: 52, values: log ? denseLog : dense }],
     series,
     bands,
     cursor: {
       sync: { key: sync, scales: ["x", null], setSeries: false },
       points: { size: 6 },
       drag: { x: true, y: false },
-      bind: { click: pickWhere(picked) },
     },
-    hooks: { setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css), (plot) => drawWhiskers(plot, state.current.data.roles, css)] },
+    hooks: { ready: [(plot) => pickWhere(plot, picked)], setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css), (plot) => drawWhiskers(plot, state.current.data.roles, css)] },
   };
+}
+
+/** The ends of the x axis; a single point stands in the middle. */
+function ends(_, least, most) {
+  if (least === null || most === null) return [0, 1];
+  return least === most ? [least - 1, most + 1] : [least, most];
+}
+
+function roomyLog(_, least, most) {
+  return least === null || most === null ? [0.1, 1] : [least / 1.2, most * 1.2];
+}
+
+/** Times of a day, or days, as wide as the steps between them. */
+function clock(_, splits, __, ___, step) {
+  const [from, to] = step >= 86400 ? [0, 10] : splits[splits.length - 1] - splits[0] > 86400 ? [5, 16] : [11, step < 60 ? 19 : 16];
+  return splits.map((at) => moment(at * 1000).slice(from, to));
 }
 
 function roomy(_, least, most) {
@@ -174,7 +197,7 @@ function roomy(_, least, most) {
 }
 
 function tick(value) {
-  return Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1).replace("e+", "e").replace("e-", "e−") : String(Number(value.toPrecision(6))).replace("-", "−");
+  return Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? minus(value.toExponential(1).replace("e+", "e")) : minus(Number(value.toPrecision(6)));
 }
 
 function lineStyle(line, role, color) {
@@ -184,12 +207,16 @@ function lineStyle(line, role, color) {
   return { stroke: color, width: 1.75, spanGaps: !line.gaps, points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < 3, size: 5, fill: color } };
 }
 
-function pickWhere(picked) {
-  return (plot, _, handler) => (event) => {
-    handler?.(event);
-    const { idx } = plot.cursor;
-    if (picked.current && idx !== null && idx !== undefined) picked.current(plot.data[0][idx]);
-  };
+/** A click, or a tap, is told by the x that is nearest; what ends a drag is none. */
+function pickWhere(plot, picked) {
+  let begun = null;
+  plot.over.addEventListener("pointerdown", (event) => {
+    begun = event.clientX;
+  });
+  plot.over.addEventListener("click", (event) => {
+    if (!picked.current || begun === null || Math.abs(event.clientX - begun) > CLICK_PIXELS) return;
+    picked.current(plot.data[0][plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)]);
+  });
 }
 
 /** The interval of each dot that has one. */
@@ -246,11 +273,12 @@ function tellValues(place, { shown, marks, data, xLabel, xIsTime }, index) {
     while (index === null && found > 0 && values[found] === null) found -= 1;
     const value = values[found];
     if (value === null || value === undefined) return;
-    const band = line.low ? ` [${number(data.columns[column - 1][found])}, ${number(data.columns[column][found])}]` : "";
+    const [low, high] = line.low ? [data.columns[column - 1][found], data.columns[column][found]] : [null, null];
+    const band = low === null ? "" : line.dots ? ` (95%: ${number(low, 3)} to ${number(high, 3)})` : ` ± ${number((high - low) / 2, 3)}`;
     parts.push({ line, text: `${shown.length > 1 ? `${line.label} ` : ""}${number(value)}${band}` });
   });
   const near = index === null ? [] : marks.filter((mark) => mark.x === xs[at]).map((mark) => mark.text);
-  const where = index === null || !xs.length ? "" : xIsTime ? `${new Date(xs[at] * 1000).toLocaleTimeString()}: ` : `${xLabel} ${number(xs[at])}: `;
+  const where = !xs.length || !parts.length ? "" : index === null ? "last " : xIsTime ? `${moment(xs[at] * 1000)}: ` : `${xLabel} ${number(xs[at])}: `;
   place.replaceChildren(
     where,
     ...parts.flatMap(({ line, text }) => {

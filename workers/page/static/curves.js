@@ -5,20 +5,20 @@ import { Chart, lineColor } from "./chart.js";
 import { ask, askCurves, exported, path } from "./data.js";
 import { number, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
-import { Asked, Problem, Select, useData } from "./ui.js";
+import { Asked, openable, Problem, Select, useData } from "./ui.js";
 
 const CHARTS = [
   { key: "reward", title: "reward", note: "band: one standard deviation over the groups", columns: [["reward", "", "reward_low", "reward_high"]], evals: true },
   { key: "loss", title: "loss", columns: [["loss", ""]] },
-  { key: "kl", title: "KL", note: "to the reference; of the step itself", columns: [["kl", "reference"], ["policy_kl", "step"]] },
+  { key: "kl", title: "KL", columns: [["kl", "to the reference"], ["policy_kl", "of the step itself"]] },
   { key: "entropy", title: "entropy", columns: [["entropy", ""]] },
   { key: "clip_fraction", title: "clipped tokens", columns: [["clip_fraction", ""]] },
   { key: "grad_norm", title: "gradient norm", columns: [["grad_norm", ""]] },
   { key: "value", title: "value", columns: [["value_loss", "loss"], ["explained_variance", "explained variance"]] },
   { key: "length", title: "tokens of an episode", columns: [["length", ""]] },
   { key: "tool_error_rate", title: "failed tool calls", columns: [["tool_error_rate", ""]] },
-  { key: "flat", title: "groups", note: "all; without variance; dropped", columns: [["groups", "all"], ["flat_groups", "flat"], ["dropped_groups", "dropped"]] },
-  { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "trained"]] },
+  { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "without variance"], ["dropped_groups", "dropped"]] },
+  { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "usable"]] },
   { key: "seconds", title: "seconds", columns: [["seconds", "iteration"], ["rollout_seconds", "rollout"], ["update_seconds", "update"]] },
   { key: "staleness", title: "staleness", note: "versions", columns: [["staleness", ""]] },
   { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
@@ -91,18 +91,27 @@ function ChartGrid({ runs, axis, weight, log, events, added, setAdded }) {
   const pick = (x) => {
     const table = tables[0];
     const at = table.x.indexOf(x);
-    if (at >= 0) go(href(["run", runs[0].id, "iteration", table.of.iteration[at]]));
+    const to = at >= 0 && openable(["run", runs[0].id, "iteration", table.of.iteration[at]]);
+    if (to) go(to);
   };
   const shown = CHARTS.map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
   const own = added.split(",").filter(Boolean);
   return html`<div class="charts">
-    ${shown.map(({ chart, lines }) => html`<${Chart} key=${chart.key} title=${chart.title} note=${runs.length === 1 && (lines.length > 1 || chart.key === "reward") ? chart.note : ""} lines=${lines} ...${common} onPick=${pick} />`)}
+    ${shown.map(({ chart, lines }) => html`<${Chart} key=${chart.key} title=${chart.title} note=${runs.length === 1 ? noteOf(chart, lines) : ""} lines=${lines} ...${common} onPick=${pick} />`)}
     ${own.map((each) => html`<${OwnChart} key=${each} what=${each} runs=${tables} common=${common} remove=${() => setAdded(own.filter((one) => one !== each).join(","))} />`)}
   </div>
   ${!shown.length && html`<p class="quiet">No iteration has numbers yet.</p>`}
   ${marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
 }
 
+/** What stands beside a chart's title: the name of its only line, and what else is to be known. */
+function noteOf(chart, lines) {
+  const drawn = lines.filter((line) => line.y.some((value) => Number.isFinite(value)));
+  const alone = drawn.length === 1 && drawn[0].label !== chart.title ? drawn[0].label : "";
+  return [alone, chart.note].filter(Boolean).join("; ");
+}
+
+/** The columns by name and each iteration's place on the axis; `origin` is the place before the first one. */
 function columnsOf(curves, axis, several) {
   const of = {};
   curves.columns.forEach((column, index) => {
@@ -110,12 +119,14 @@ function columnsOf(curves, axis, several) {
   });
   let tokens = 0;
   const start = Date.parse(of.started_at?.[0] || "");
+  const placeOf = (ms) => (several ? (ms - start) / 60000 : ms / 1000);
   const axes = {
-    iteration: () => of.iteration,
-    tokens: () => of.tokens.map((each) => (tokens += each || 0)),
-    time: () => of.finished_at.map((at, index) => (at || of.started_at[index] ? (several ? (Date.parse(at || of.started_at[index]) - start) / 60000 : Math.round(Date.parse(at || of.started_at[index]) / 1000)) : null)),
+    iteration: () => [0, of.iteration],
+    tokens: () => [0, of.tokens.map((each) => (each === null ? null : (tokens += each)))],
+    time: () => [placeOf(start), of.finished_at.map((at, index) => placeOf(Date.parse(at || of.started_at[index] || "")))],
   };
-  return { of, x: (axes[axis] || axes.iteration)(), evals: curves.evals || [] };
+  const [origin, x] = axes[Object.hasOwn(axes, axis) ? axis : "iteration"]();
+  return { of, x, origin, evals: curves.evals || [] };
 }
 
 function linesOf(chart, tables) {
@@ -135,7 +146,7 @@ function linesOf(chart, tables) {
   });
 }
 
-/** Evaluations on held-out tasks: a version stands where the iteration that made it stands. */
+/** Evaluations on held-out tasks: a version stands where the iteration that made it stands, the first before all. */
 function evalLines(table) {
   const bySet = new Map();
   for (const found of table.evals) {
@@ -147,7 +158,7 @@ function evalLines(table) {
     label: `held out: ${visible(name)}`,
     color: lineColor(1 + index),
     dots: true,
-    x: evals.map((each) => (each.version === 0 ? table.x[0] : table.x[table.of.iteration.indexOf(each.version)])),
+    x: evals.map((each) => (each.version === 0 ? table.origin : table.x[table.of.iteration.indexOf(each.version)])),
     y: evals.map((each) => each.mean_reward),
     low: evals.map((each) => each.low),
     high: evals.map((each) => each.high),

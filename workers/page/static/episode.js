@@ -23,7 +23,7 @@ function EpisodeView({ data }) {
   useEffect(() => {
     document.title = `agentrl: episode ${row.id}`;
   }, [row.id]);
-  const tabs = [["transcript", "transcript", data.turns.length], ["tokens", "tokens", row.prompt_tokens + row.sampled_tokens], ["why", "why"], ...(data.annotations?.length ? [["said", "annotations", data.annotations.length]] : [])];
+  const tabs = [["transcript", "transcript", lengthOf(data, row).turns], ["tokens", "tokens", lengthOf(data, row).tokens], ["why", "why"], ...(data.annotations?.length ? [["said", "annotations", data.annotations.length]] : [])];
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", row.run_id]}>${visible(row.run)}<//><${Link} to=${["run", row.run_id, "iteration", row.iteration]}>iteration ${row.iteration}<//><${Link} to=${["group", row.group_id]} rel="up">group ${row.group_id}<//><span>episode ${row.id}</span></nav>
     <div class="row base"><h1>Episode ${row.id}</h1> <${Badge} is=${row.status} />
       ${row.stop_reason && row.stop_reason !== "answered" ? html`<span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>` : ""}
@@ -34,6 +34,12 @@ function EpisodeView({ data }) {
     <${EpisodeFacts} data=${data} row=${row} />
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
     ${tab === "tokens" ? html`<${TokensView} episode=${row.id} row=${row} />` : tab === "why" ? html`<${WhyView} data=${data} row=${row} />` : tab === "said" ? html`<${Said} rows=${data.annotations} />` : html`<${Transcript} data=${data} row=${row} />`}`;
+}
+
+/** Its turns and tokens with those that it has from a parent, and each token that chains share counted in each. */
+function lengthOf({ chains, turns }, row) {
+  if (!chains?.length) return { turns: turns.length, tokens: row.prompt_tokens + row.sampled_tokens };
+  return { turns: chains.reduce((sum, chain) => sum + chain.steps.length, 0), tokens: Math.max(...chains.map((chain) => chain.end)) };
 }
 
 /** Its siblings before and after it. */
@@ -70,7 +76,7 @@ function EpisodeFacts({ data, row }) {
 }
 
 function rewardParts(rewards) {
-  return rewards.slice(0, 8).map((each) => `${visible(each.part)} ${number(each.value, 3)}${each.weight === 1 ? "" : ` × ${number(each.weight)}`}`).join(" + ");
+  return rewards.filter((each) => each.reward_set === "default").slice(0, 8).map((each) => `${visible(each.part)} ${number(each.value, 3)}${each.weight === 1 ? "" : ` × ${number(each.weight)}`}`).join(" + ");
 }
 
 // the transcript

@@ -5,21 +5,27 @@ export function number(value, digits = 4) {
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return grouped(value);
   const size = Math.abs(value);
-  if (size >= 1e6) return compact(value);
-  if (size >= 1000) return grouped(Math.round(value));
-  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace("e-", "e−");
-  return String(Number(value.toPrecision(digits))).replace(/^-/, "−");
+  if (size >= 1e6 && digits <= 4) return compact(value);
+  if (size >= 1000) return grouped(digits <= 4 ? Math.round(value) : Number(value.toPrecision(digits)));
+  if (size !== 0 && size < 1e-3) return minus(value.toExponential(2));
+  return minus(Number(value.toPrecision(digits)));
+}
+
+/** A number's text with the sign that is as wide as a plus. */
+export function minus(value) {
+  return String(value).replaceAll("-", "−");
 }
 
 function grouped(value) {
-  return String(value).replace(/^-/, "−").replace(/\B(?=(\d{3})+(?!\d))/g, " ");
+  const [whole, ...rest] = minus(value).split(".");
+  return [whole.replace(/\B(?=(\d{3})+(?!\d))/g, " "), ...rest].join(".");
 }
 
 export function compact(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   for (const [unit, scale] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
-    if (size >= scale) return `${Number((value / scale).toPrecision(3))}${unit}`;
+    if (size >= scale) return `${minus(Number((value / scale).toPrecision(3)))}${unit}`;
   }
   return number(value, 3);
 }
@@ -28,8 +34,9 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.0995) return `${Number((value * 1000).toPrecision(2))} ms`;
   if (value < 99.5) return `${Number(value.toPrecision(3))} s`;
-  if (value < 5970) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  const [whole, minutes] = [Math.round(value), Math.round(value / 60)];
+  if (value < 5970) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (value < 172800) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   return `${Number((value / 86400).toPrecision(3))} days`;
 }
 
@@ -56,12 +63,12 @@ export function plural(count, word) {
   return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\u3164\ufeff\uffa0\u{e0000}-\u{e007f}]/gu;
 
 /** What a model or a tool wrote, with each character that would not be seen, or would turn the text about, as a sign. */
 export function visible(text) {
   return String(text ?? "").replace(HIDDEN, (char) =>
-    char < " " ? String.fromCharCode(0x2400 + char.charCodeAt(0)) : `⟨U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+    char < " " ? String.fromCharCode(0x2400 + char.charCodeAt(0)) : `⟨U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
   );
 }
 

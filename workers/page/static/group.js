@@ -22,7 +22,7 @@ function GroupView({ data }) {
       ["task", data.task?.id ? html`<${Link} to=${["run", group.run_id, "task", data.task.id]}>${visible(group.task).slice(0, 160)}<//>` : visible(group.task)],
       ["reference", visible(group.reference).slice(0, 200)],
       ["reward", `${number(group.mean_reward, 4)} ± ${number(group.std_reward, 3)}`],
-      ["siblings", number(siblings.length)],
+      ["siblings", number(siblings.length + (data.left_out || 0))],
       ["worker", visible(group.worker)],
       ["attempt", group.attempt > 1 ? number(group.attempt) : null],
     ]} />
@@ -43,7 +43,7 @@ function commonFormula(siblings) {
 }
 
 function Siblings({ rows }) {
-  const parts = [...new Set(rows.flatMap((row) => row.parts.map((part) => part.part)))].slice(0, 12);
+  const parts = [...new Set(rows.flatMap((row) => row.parts.map(partName)))].slice(0, 12);
   const columns = [
     { key: "id", label: "episode", number: true, cell: ({ episode }) => html`<${Link} to=${["episode", episode.id]}>${episode.id}<//>` },
     { key: "reward", label: "reward", number: true, cell: ({ episode }) => number(episode.reward, 4) },
@@ -58,9 +58,14 @@ function Siblings({ rows }) {
   return html`<${Table} caption="Siblings" columns=${columns} rows=${rows} rowKey=${(row) => row.episode.id} to=${(row) => openable(["episode", row.episode.id])} />`;
 }
 
+/** A part's name; that of another reward set than the first has the set beside it. */
+function partName({ part, reward_set: set }) {
+  return set === "default" ? part : `${part} (${set})`;
+}
+
 function sumOf(parts, name) {
-  const found = parts.filter((part) => part.part === name);
-  return found.length ? found.reduce((sum, part) => sum + part.value, 0) : null;
+  const values = parts.filter((part) => partName(part) === name).map((part) => part.value);
+  return values.length && values.every((value) => value !== null) ? values.reduce((sum, value) => sum + value, 0) : null;
 }
 
 /** A tree of what they share: each row a sibling, each box a stretch of tokens, as wide as it is long. */

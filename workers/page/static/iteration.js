@@ -4,7 +4,7 @@ import { html, useMemo, useRef, useState } from "./vendor/preact.js";
 import { path } from "./data.js";
 import { number, plural, seconds, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
-import { Asked, Badge, Facts, Link, Table, useData, useWidth } from "./ui.js";
+import { Asked, Badge, Facts, Link, openable, Table, useData, useWidth } from "./ui.js";
 
 const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_max", "importance_weight"];
 const SCATTER = ["reward", "advantage", "sampled_tokens", "prompt_tokens", "steps", "tool_calls", "tool_errors", "seconds", "slot", "sample"];
@@ -33,7 +33,7 @@ function IterationView({ data }) {
       ["held out", row.eval_reward === null ? null : number(row.eval_reward, 4)],
       ["trained on", data.left_out ? null : `${number(trained)} of ${plural(row.episodes, "episode")}`],
       ["usable", `${number(row.trainable)} of ${number(row.episodes)}`],
-      ["groups", `${number(row.groups)}, ${number(row.flat_groups)} flat, ${number(row.dropped_groups)} dropped${row.more_groups ? `, ${number(row.more_groups)} sampled more` : ""}`],
+      ["groups", `${number(data.groups.length + data.left_out)}, ${number(data.left_out ? row.flat_groups : data.groups.filter((group) => group.flat).length)} flat, ${number(row.dropped_groups)} dropped${row.more_groups ? `, ${number(row.more_groups)} sampled more` : ""}`],
       ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
       ["tool calls", `${number(row.tool_calls)}, ${number(row.tool_errors)} failed`],
       ["rollout", seconds(row.rollout_seconds)],
@@ -54,7 +54,7 @@ function GroupGrid({ groups }) {
   const most = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!groups.length) return html`<p class="quiet">It has no groups yet.</p>`;
   return html`<ul class="grid">
-    ${groups.map((group) => html`<li key=${group.id} class=${`cell ${group.flat ? "flat" : ""}`} data-row=${href(["group", group.id])}>
+    ${groups.map((group) => html`<li key=${group.id} class=${`cell ${group.flat ? "flat" : ""}`} data-row=${openable(["group", group.id])}>
       <${Link} to=${["group", group.id]} title=${visible(group.task)}>${visible(group.task).slice(0, 40)}<//>
       <div class="dots" style=${{ height: "34px" }}>${group.episodes.map((episode, index) => html`<${Dot} key=${episode.id} episode=${episode} index=${index} of=${group.episodes.length} least=${least} most=${most} />`)}</div>
       <span class="quiet">${group.mean_reward === null ? visible(group.status) : html`${number(group.mean_reward, 3)} ± ${number(group.std_reward, 2)}`}</span>
@@ -68,7 +68,7 @@ function Dot({ episode, index, of, least, most }) {
   const share = episode.reward === null ? 0 : most > least ? (episode.reward - least) / (most - least) : 0.5;
   const what = `episode ${episode.id}: ${episode.reward === null ? episode.status : `reward ${number(episode.reward, 3)}`}${episode.advantage === null ? "" : `, advantage ${number(episode.advantage, 3)}`}${episode.fate ? `, ${episode.fate.replaceAll("_", " ")}` : ""}`;
   const kind = episode.status === "failed" || episode.status === "infra_error" ? "failed" : episode.advantage === null || episode.advantage === 0 ? "unread" : episode.advantage > 0 ? "better" : "worse";
-  return html`<a class=${`dot ${kind}`} href=${href(["episode", episode.id])} title=${what} aria-label=${what} style=${{ left: `${(100 * (index + 0.5)) / of}%`, bottom: `${share * 24}px` }}></a>`;
+  return html`<a class=${`dot ${kind}`} href=${openable(["episode", episode.id])} title=${what} aria-label=${what} style=${{ left: `${(100 * (index + 0.5)) / of}%`, bottom: `${share * 24}px` }}></a>`;
 }
 
 function Updates({ rows }) {
@@ -97,10 +97,22 @@ function Scatter({ groups }) {
           ${niceTicks(xs).map((value) => html`<text key=${`x${value}`} x=${placeX(value)} y=${height - 14} text-anchor="middle">${number(value, 3)}</text>`)}
           ${niceTicks(ys).map((value) => html`<text key=${`y${value}`} x="44" y=${placeY(value) + 4} text-anchor="end">${number(value, 3)}</text>`)}
           <text x=${width / 2} y=${height - 2} text-anchor="middle">${x.replaceAll("_", " ")}</text></g>
-        ${points.map((each) => html`<circle key=${each.id} class=${each.advantage > 0 ? "better" : each.advantage < 0 ? "worse" : "unread"} cx=${placeX(each[x])} cy=${placeY(each[y])} r="4.5" onMouseEnter=${() => setOver(each)} onClick=${() => go(href(["episode", each.id]))}><title>${`episode ${each.id}`}</title></circle>`)}
+        ${apart(points, x, y).map(([each, [dx, dy]]) => html`<circle key=${each.id} class=${each.advantage > 0 ? "better" : each.advantage < 0 ? "worse" : "unread"} cx=${placeX(each[x]) + dx} cy=${placeY(each[y]) + dy} r="4.5" onMouseEnter=${() => setOver(each)} onClick=${() => openable(["episode", each.id]) && go(href(["episode", each.id]))}><title>${`episode ${each.id}`}</title></circle>`)}
       </svg>`}
     </div>
-    <p class="legend"><span><i class="swatch better"></i>better than its group</span><span><i class="swatch worse"></i>worse</span><span><i class="swatch unread"></i>not trained on, or no variance</span></p>`;
+    <p class="legend"><span><i class="swatch better"></i>better than its group</span><span><i class="swatch worse"></i>worse</span><span><i class="swatch unread"></i>not trained on, or no variance</span><span>those at one place lie around it</span></p>`;
+}
+
+/** The points, each with how many pixels it is drawn away from its place, so that none hides another: along a spiral. */
+function apart(points, x, y) {
+  const there = new Map();
+  return points.map((each) => {
+    const place = `${each[x]} ${each[y]}`;
+    const before = there.get(place) || 0;
+    there.set(place, before + 1);
+    const [far, turn] = [3 * Math.sqrt(before), 2.4 * before];
+    return [each, [far * Math.cos(turn), far * Math.sin(turn)]];
+  });
 }
 
 function rangeOf(points, key) {

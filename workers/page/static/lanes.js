@@ -39,7 +39,7 @@ function Lanes({ data, run }) {
           <rect class="idle" x=${LEFT} y=${index * LANE + 3} width=${Math.max(0, width - LEFT - 10)} height=${LANE - 6} />
         </g>`)}
         ${spans.map((span, index) => html`<rect key=${index} class=${`work w-${span.kind} is-${span.status}`} x=${place(span.a)} y=${span.lane * LANE + 4} width=${Math.max(1, place(span.b) - place(span.a))} height=${LANE - 8} onMouseEnter=${() => setOver(span)} onClick=${() => openSpan(span, run)} />`)}
-        ${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<text key=${share} class="tick" x=${place(start + share * (end - start))} y=${height - 8} text-anchor=${share === 1 ? "end" : share ? "middle" : "start"}>${seconds((share * (end - start)) / 1000)}</text>`)}
+        ${(width < 700 ? [0, 1] : [0, 0.25, 0.5, 0.75, 1]).map((share) => html`<text key=${share} class="tick" x=${place(start + share * (end - start))} y=${height - 8} text-anchor=${share === 1 ? "end" : share ? "middle" : "start"}>${seconds((share * (end - start)) / 1000)}</text>`)}
       </svg>`}
     </div>
     <p class="legend"><span><i class="swatch w-group"></i>rollout of a group</span><span><i class="swatch w-update"></i>update</span><span><i class="swatch w-call"></i>tool call</span><span><i class="swatch w-agent"></i>agent</span><span><i class="swatch idle"></i>idle</span></p>

@@ -123,17 +123,13 @@ function RunTab({ tab, run, told, live, row, events }) {
   if (tab === "evals") return html`<${EvalsView} run=${run} version=${version} />`;
   if (tab === "events") return html`<${EventsView} run=${run} version=${version} />`;
   if (tab === "config") return html`<${ConfigView} run=${run} told=${told} />`;
-  return html`<${CurvesView} run=${run} name=${row.run} version=${evalsSeen(row)} fresh=${live.fresh} events=${events.data?.rows} />`;
-}
-
-/** What changes when an evaluation comes: curves are asked for again then, and are else told row by row. */
-function evalsSeen(row) {
-  return `${row.eval_reward} ${row.best_version} ${row.best_reward}`;
+  return html`<${CurvesView} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events.data?.rows} />`;
 }
 
 function RunFacts({ row, told }) {
   const word = runWord(row);
-  const left = row.iterations_done && row.seconds && row.status === "running" ? ((row.iterations - row.iterations_done) * row.seconds) / row.iterations_done : null;
+  const since = row.status === "running" && row.started_at ? (Date.now() - Date.parse(row.started_at)) / 1000 : null;
+  const left = since && row.iterations_done ? ((row.iterations - row.iterations_done) * since) / row.iterations_done : null;
   return html`<dl class="facts">
     ${[
       ["algorithm", visible(row.algorithm || row.kind)],

@@ -41,7 +41,7 @@ export function SqlPage() {
 
 function Result({ found, as, setAs }) {
   const columns = found.columns.map((column, index) => ({ key: `${index}`, label: visible(column), number: found.rows.some((row) => typeof row[index] === "number"), cell: (row) => (typeof row[index] === "number" ? number(row[index], 6) : row[index] === null ? html`<span class="quiet">NULL</span>` : visible(json(row[index])).slice(0, 500)) }));
-  return html`<div class="controls"><span>${plural(found.rows.length, "row")}${found.cut ? ", and more" : ""}, ${seconds(found.seconds)}</span>
+  return html`<div class="controls"><span>${plural(found.rows.length, "row")}${found.cut ? ", and more" : ""}${found.cells_cut ? `, ${plural(found.cells_cut, "value")} cut: agentrl sql has them whole` : ""}, ${seconds(found.seconds)}</span>
       <label class="select"><span>as</span><select value=${as} onChange=${(event) => setAs(event.currentTarget.value)}><option value="table">table</option><option value="chart">chart</option></select></label>
       <button type="button" onClick=${() => download("agentrl.csv", csv(found), "text/csv")}>CSV</button>
     </div>
@@ -53,7 +53,7 @@ function Result({ found, as, setAs }) {
 export function csv({ columns, rows }) {
   const cell = (value) => {
     const text = value === null ? "" : String(json(value));
-    const safe = typeof value === "string" && /^[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/.test(text) ? `'${text}` : text;
+    const safe = typeof value === "string" && !/^-?\d+$/.test(text) && /^[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]/.test(text) ? `'${text}` : text;
     return /[",;\t\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
   return [columns, ...rows].map((row) => row.map(cell).join(",")).join("\r\n");
@@ -65,10 +65,12 @@ function ResultChart({ found }) {
   const word = found.columns.map((_, index) => index).find((index) => found.rows.some((row) => typeof row[index] === "string") && !numeric.includes(index));
   if (numeric.length < 2) return html`<p class="quiet">A chart needs two columns of numbers: the first is x.</p>`;
   const [x, ...ys] = numeric;
-  const names = word === undefined ? [null] : [...new Set(found.rows.map((row) => row[word]))].slice(0, 8);
-  return html`<div class="charts">${ys.slice(0, 12).map((y) => html`<${Chart} key=${y} title=${visible(found.columns[y])} xLabel=${visible(found.columns[x])} lines=${names.map((name, index) => {
-    const rows = found.rows.filter((row) => (name === null || row[word] === name) && typeof row[x] === "number").sort((one, other) => one[x] - other[x]);
-    return { label: name === null ? visible(found.columns[y]) : visible(name), color: lineColor(index), x: rows.map((row) => row[x]), y: rows.map((row) => row[y]) };
+  const names = word === undefined ? [undefined] : [...new Set(found.rows.map((row) => row[word]))].slice(0, 8);
+  const places = new Set(found.rows.map((row) => json([word === undefined ? null : row[word], row[x]])));
+  const note = places.size < found.rows.length ? "means: several rows have one x" : "";
+  return html`<div class="charts">${ys.slice(0, 12).map((y) => html`<${Chart} key=${y} title=${visible(found.columns[y])} note=${note} xLabel=${visible(found.columns[x])} lines=${names.map((name, index) => {
+    const rows = found.rows.filter((row) => (name === undefined || row[word] === name) && typeof row[x] === "number").sort((one, other) => one[x] - other[x]);
+    return { label: name === undefined ? visible(found.columns[y]) : visible(name ?? "NULL"), color: lineColor(index), x: rows.map((row) => row[x]), y: rows.map((row) => row[y]) };
   })} />`)}</div>`;
 }
 

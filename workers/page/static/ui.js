@@ -203,18 +203,28 @@ function ColumnHead({ column, sort, onSort }) {
 /** A list that is read page after page. */
 export function useMore(asked, version = 0) {
   const first = useData(asked, version);
-  const [more, setMore] = useState({ asked: "", rows: [], next: "", error: null });
-  const rest = more.asked === asked ? more : { rows: [], next: null, error: null };
-  const next = rest.next === null ? first.data?.next : rest.next;
-  const fetchMore = useCallback(async () => {
-    try {
-      const page = await ask(`${asked}${asked.includes("?") ? "&" : "?"}cursor=${encodeURIComponent(next)}`);
-      setMore({ asked, rows: [...rest.rows, ...page.rows], next: page.next, error: null });
-    } catch (error) {
-      setMore({ ...rest, asked, next, error });
-    }
-  }, [asked, next, rest.rows.length]);
-  return { ...first, rows: [...(first.data?.rows || []), ...rest.rows], next, fetchMore, moreError: rest.error };
+  const [more, setMore] = useState({ asked: "", rows: [], next: "", pages: 1, error: null });
+  const grown = more.asked === asked && more.pages > 1;
+  const list = grown ? more : { asked, rows: first.data?.rows || [], next: first.data?.next, pages: 1, error: more.asked === asked ? more.error : null };
+  useEffect(() => {
+    if (!grown || !first.data) return undefined;
+    const stop = new AbortController();
+    readPages(asked, first.data, more.pages, stop.signal).then(setMore, () => {}); // else what is shown stays
+    return () => stop.abort();
+  }, [first.data]);
+  const fetchMore = useCallback(() => readPages(asked, list, 2).then((page) => setMore({ ...page, pages: list.pages + 1 }), (error) => setMore({ ...list, error })), [asked, list.next, list.rows.length]);
+  return { ...first, rows: list.rows, next: list.next, fetchMore, moreError: list.error };
+}
+
+/** A list that begins with a page, and has so many of them where there are. */
+async function readPages(asked, first, pages, signal) {
+  let { rows, next } = first;
+  for (let page = 1; page < pages && next; page += 1) {
+    const told = await ask(`${asked}${asked.includes("?") ? "&" : "?"}cursor=${encodeURIComponent(next)}`, { signal });
+    rows = [...rows, ...told.rows];
+    next = told.next;
+  }
+  return { asked, rows, next, pages, error: null };
 }
 
 export function More({ of }) {

@@ -104,12 +104,12 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MOST_ITERATIONS)
 _ITERATIONS = """
     SELECT i.id, i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
            i.mean_reward AS reward, i.dropped_groups, i.episodes, i.trainable, i.prompt_tokens, i.sampled_tokens, i.tool_calls,
-           i.tool_errors, i.update_seconds, p.version AS policy_version, r.kind
+           i.tool_errors, i.update_seconds, p.version AS policy_version, r.kind, r.reward_set
     FROM iterations i JOIN runs r ON r.id = i.run_id JOIN policies p ON p.id = i.policy_id
     WHERE i.run_id = :id AND i.number >= :after ORDER BY i.number LIMIT :limit"""
 
 _DISTANCE = "CASE WHEN abs(g.mean_reward - i.mean_reward) <= 1e150 THEN g.mean_reward - i.mean_reward END"
-_SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) ELSE 0.0 END"
+_SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) WHEN {_DISTANCE} IS NOT NULL THEN 0.0 END"
 """Postgres refuses to compute what a float does not hold; its avg squares what it is given."""
 _GROUP_SUMS = f"""
     SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
@@ -134,8 +134,8 @@ def _by_iteration(tx: Any, query: str, run_id: int, after: int, last: int) -> di
 
 
 def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
-    groups = own or stored
-    spread, closed = _deviation(groups), row["status"] not in OPEN
+    groups, by_default = own or stored, bool(own) or row["reward_set"] == "default"  # groups know the rewards of no other set
+    spread, closed = _deviation(groups) if by_default else None, row["status"] not in OPEN and row["kind"] != "serve"
     low, high = (None, None) if spread is None or row["reward"] is None else (row["reward"] - spread, row["reward"] + spread)
     sums = {name: row[name] if closed else None for name in ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")}
     found: dict[str, Any] = {
@@ -145,7 +145,7 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
         "reward_low": low,
         "reward_high": high,
         "groups": groups.get("groups", 0),
-        "flat_groups": groups.get("flat_groups", 0),
+        "flat_groups": groups.get("flat_groups", 0) if by_default else None,
         "tokens": row["prompt_tokens"] + row["sampled_tokens"] if closed else None,
         "length": _share(sums["sampled_tokens"], row["episodes"]),
         "tool_error_rate": _share(sums["tool_errors"], row["tool_calls"]),

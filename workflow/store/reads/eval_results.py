@@ -85,6 +85,13 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
     return select_page(tx, EvalRow, conditions, values, paging or Paging(), EVAL_ORDERS, "-version")
 
 
+def count_evals(tx: Any, run_id: int) -> int:
+    """How many evaluations of the run's policies are finished, inside a transaction."""
+    query = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
+    found: int = select_rows(tx, query, id=run_id)[0]["n"]
+    return found
+
+
 @sql_read_transaction
 def find_result(tx: Any, run: str) -> Row:
     """The result of an eval run.

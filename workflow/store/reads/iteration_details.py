@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import among, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.credit_rows import load_earned
 from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -32,7 +33,9 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         NotFoundError: no such run or iteration.
     """
     found = run_id_and_name(tx, run)
-    query = "SELECT id, episodes FROM iterations WHERE run_id = :run AND number = :number"
+    query = """
+        SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
+        WHERE i.run_id = :run AND i.number = :number"""
     known = select_rows(tx, query, run=found["id"], number=storable_value(number) - 1)
     if not known:
         raise NotFoundError(f"{found['name']!r} has no iteration {number}.", f"agentrl watch {found['name']}")
@@ -40,6 +43,9 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=found["id"])]
     shown = _choose_groups(groups)
     episodes = _load_episodes(tx, found["id"], [group["id"] for group in shown])
+    borrowed = [group for group in shown if group["run_id"] != found["id"]]
+    if borrowed and known[0]["reward_set"] != "default":
+        _score_again(tx, known[0]["reward_set"], borrowed, episodes)
     fates = _load_fates(tx, found["name"], number)
     for group in shown:
         group["flat"] = group["std_reward"] == 0
@@ -79,18 +85,34 @@ def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return shown
 
 
+def _score_again(
+    tx: Any, reward_set: str, groups: Sequence[dict[str, Any]], episodes: Mapping[int, Sequence[dict[str, Any]]]
+) -> None:
+    """Gives groups, and their episodes, the rewards of the set that the run trains on in place of those of `default`."""
+    rows = [{**row, "run_id": group["run_id"]} for group in groups for row in episodes.get(group["id"], ())]
+    earned = load_earned(tx, rows, reward_set)
+    for group in groups:
+        mine = episodes.get(group["id"], ())
+        for row in mine:
+            row["reward"] = sum(earned[row["id"]].values()) if row["id"] in earned else None
+        known = [row["reward"] for row in mine if row["reward"] is not None and row["status"] == "done"]
+        mean = sum(known) / len(known) if known else None
+        group["mean_reward"] = mean
+        group["std_reward"] = (sum((each - mean) ** 2 for each in known) / (len(known) - 1)) ** 0.5 if len(known) > 1 else None
+
+
 _ADVANTAGE = """
     (SELECT c.advantage FROM consumptions c WHERE c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train')"""
 """Not by a join: a Postgres without statistics would read all that the run consumed."""
 
 
-def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[Row]]:
+def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     """Group -> its episodes; the advantage is that of the run whose iteration it is."""
     query = f"""
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
                e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
         FROM episodes e WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
-    found: dict[int, list[Row]] = {}
+    found: dict[int, list[dict[str, Any]]] = {}
     for row in select_rows(tx, query, run=run_id):
         start, end = row["started_at"], row["finished_at"]
         seconds = (end - start).total_seconds() if start and end else None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.eval_results import MEASURED
+from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.row_values import MAX_ID
 
 NEWEST = 50
@@ -45,10 +45,8 @@ def find_state(tx: Any, run_id: int) -> RunState | None:
         FROM iterations i JOIN episodes e ON e.iteration_id = i.id
         WHERE i.run_id = :id AND i.number >= :closed AND i.status IN ('planned', 'running')"""
     (open_work,) = select_rows(tx, work, id=run_id, closed=iterations["closed"])
-    evals = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
-    (measured,) = select_rows(tx, evals, id=run_id)
     newest = events[0]["id"] if events else 0
-    parts = (*runs[0].values(), newest, *iterations.values(), measured["n"])
+    parts = (*runs[0].values(), newest, *iterations.values(), count_evals(tx, run_id))
     return RunState("|".join(map(str, parts)), "|".join(map(str, open_work.values())), iterations["closed"])
 
 

@@ -10,7 +10,6 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
-from math import isfinite
 from typing import Any, ClassVar, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
@@ -223,4 +222,4 @@ def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
 def _may_hold(column: str, value: Any) -> bool:
     if column in TEXT_COLUMNS:
         return isinstance(value, str) and value == clean(value)
-    return is_id(value) or (isinstance(value, float) and isfinite(value))
+    return is_id(value) or isinstance(value, float)

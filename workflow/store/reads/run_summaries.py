@@ -23,7 +23,7 @@ class RunSummary:
     Args:
         algorithm: None: it learns nothing.
         spark: [iteration, mean reward] of at most SPARK_POINTS iterations and the newest one.
-        tokens: tokens read and sampled in its finished iterations.
+        tokens: tokens read and sampled in its finished iterations; None: they are not counted, or there are none.
         waits_for: what its rollouts wait for; empty: nothing is known to keep them.
         active_at: when something was last written of it.
     """
@@ -31,7 +31,7 @@ class RunSummary:
     algorithm: str | None
     tags: Sequence[str]
     spark: Sequence[Sequence[float]]
-    tokens: int
+    tokens: int | None
     waits_for: str
     active_at: datetime | None
 
@@ -53,7 +53,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
             algorithm=algorithms.get(run.id) if run.kind in LEARNING_KINDS else None,
             tags=tags.get(run.id, ()),
             spark=sparks.get(run.id, ()),
-            tokens=sums[run.id]["tokens"] if run.id in sums else 0,
+            tokens=(sums[run.id]["tokens"] or None) if run.id in sums else None,
             waits_for=waits.get(run.id, ""),
             active_at=_newest(
                 *(run.created_at, run.started_at, run.finished_at, events.get(run.id), steps.get(run.id)),

@@ -129,9 +129,9 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Which episode is right: see `stats.evaluation.is_right`."""
+    """Which episode is right: see `stats.evaluation.is_right`. `reward_set` is the name of the set that its parts are of."""
 
-    reward_set: int
+    reward_set: str
     weights: Mapping[str, float]
     correct: Sequence[str]
     gives: bool
@@ -150,17 +150,21 @@ class _Rule:
             return "its best episode's reward is 1 or more"
         most = max(self.weights.values(), default=0.0)
         named = self.correct or [name for name, weight in self.weights.items() if weight == most > 0]
-        return f"its best episode is right: {', '.join(sorted(named)) or 'what the env gives'} at full value"
+        right = f"its best episode is right: {', '.join(sorted(named)) or 'what the env gives'} at full value"
+        return right if self.reward_set == "default" else f"{right} in {self.reward_set}; the rewards here are the first ones"
 
 
 def _load_rule(tx: Any, run_id: int) -> _Rule:
     query = """
-        SELECT s.id, s.weights, r.manifest FROM runs r LEFT JOIN reward_sets s ON s.run_id = r.id AND s.name = r.reward_set
+        SELECT r.reward_set, r.manifest, coalesce(own.weights, theirs.weights) AS weights FROM runs r
+        LEFT JOIN reward_sets own ON own.run_id = r.id AND own.name = r.reward_set
+        LEFT JOIN reward_sets theirs ON theirs.name = r.reward_set AND theirs.run_id =
+          (SELECT g.run_id FROM run_groups l JOIN groups g ON g.id = l.group_id WHERE l.run_id = r.id ORDER BY g.id LIMIT 1)
         WHERE r.id = :id"""
     row = select_rows(tx, query, ("weights", "manifest"), id=run_id)[0]
     told: Mapping[str, Any] = row["manifest"].get("right_by", {})
     own = row["weights"] or {}
-    return _Rule(row["id"] or 0, told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
+    return _Rule(row["reward_set"], told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
 
 
 def _describe(
@@ -197,8 +201,8 @@ def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
     """The groups whose best episode is right."""
     chosen = among(group["best"] for group in groups if group["best"] is not None)
     query = f"""
-        SELECT episode_id, part, sum(value) AS value FROM rewards
-        WHERE reward_set_id = :reward_set AND episode_id IN ({chosen}) GROUP BY episode_id, part"""
+        SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
+        WHERE s.name = :reward_set AND w.episode_id IN ({chosen}) GROUP BY w.episode_id, w.part"""
     parts: dict[int, dict[str, float]] = {}
     for row in select_rows(tx, query, reward_set=rule.reward_set):
         parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
