@@ -140,7 +140,7 @@ def test_a_full_file_holds_the_named_the_best_the_worst_and_the_last_episode_and
     assert out.stat().st_size <= limit
     file = recorded(out)
     assert file["left_out"] == said
-    assert re.fullmatch(r"Left out, to stay below 2 MB: .*[\d,]+ of [\d,]+ episodes\.", said)
+    assert re.fullmatch(r"Left out, to stay below 2 MB: .*[\d,]+ of [\d,]+ episodes, \d+ of 96 tasks\.", said)
     taken = {int(path.split("/")[2]) for path in file["answers"] if re.fullmatch(r"api/episodes/\d+", path)}
     assert {named, last} <= taken
     assert values(database, f"SELECT max(reward) FROM episodes WHERE id IN ({', '.join(map(str, taken))})") == values(
