@@ -2,14 +2,16 @@
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import uPlot from "./vendor/uplot.js";
-import { minus, moment, number } from "./format.js";
+import { compact, minus, moment, number } from "./format.js";
 import { useTheme } from "./theme.js";
 import { useWidth } from "./ui.js";
 
 const HEIGHT = 190;
+const WIDE_HEIGHT = 420;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
-const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5];
+const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 const CLICK_PIXELS = 5;
+const SECOND_CLICK_MS = 300;
 const MARKS = { killed: "--bad", resumed: "--good", waiting: "--warn", checkpoint: "--line-2", eval: "--line-3", other: "--quiet" };
 
 export function lineColor(index) {
@@ -30,10 +32,11 @@ export function smoothed(values, weight) {
 }
 
 /**
- * One chart. `lines`: [{label, x, y, low, high, color, dots, faint}], each with its own x; `marks`: [{x, kind, text}] on the axis.
+ * One chart. `lines`: [{label, x, y, low, high, over, color, dots}], each with its own x, `over` being what its band is over; `marks`:
+ * [{x, kind, text}] on the axis; `tools` stand beside the title.
  * `sync` is the name of the charts whose hover is linked; `onPick(x)` is called where the chart is clicked.
  */
-export function Chart({ title, note, lines, marks = [], log = false, weight = 0, xLabel = "iteration", xIsTime = false, sync = "charts", height = HEIGHT, onPick, range, bare = false }) {
+export function Chart({ title, note, lines, marks = [], log = false, weight = 0, xLabel = "iteration", xIsTime = false, sync = "charts", onPick, range, bare = false, wide = false, height = wide ? WIDE_HEIGHT : HEIGHT, tools }) {
   const [holder, width] = useWidth();
   const near = useNear(holder);
   const told = useRef(null);
@@ -43,14 +46,16 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   picked.current = onPick;
   const shown = lines.filter((line) => line.y.some(Number.isFinite));
   const usesLog = log && shown.every((line) => line.y.every((value) => !Number.isFinite(value) || value > 0));
-  const shape = JSON.stringify([shown.map((line) => [line.label, line.color, Boolean(line.low), line.dots]), usesLog, xLabel, xIsTime, sync, height, weight > 0, range, theme]);
   const data = alignLines(shown, weight);
+  const [wholeX, ...wholeLines] = data.columns.map((column) => column.every((value) => value === null || Number.isInteger(value)));
+  const whole = { x: wholeX && !xIsTime, y: wholeLines.every(Boolean) };
+  const shape = JSON.stringify([shown.map((line) => [line.label, line.color, Boolean(line.low), line.dots]), usesLog, xLabel, xIsTime, whole, sync, height, weight > 0, range, theme]);
   const state = useRef({});
-  state.current = { shown, marks, data, xLabel, xIsTime };
+  state.current = { title, shown, marks, data, xLabel, xIsTime };
 
   useLayoutEffect(() => {
     if (!width || !shown.length || !near) return undefined;
-    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, whole: xLabel === "iteration", sync, range, weight, state, told, picked }), data.columns, holder.current);
+    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, whole, sync, range, weight, state, told, picked }), data.columns, holder.current);
     drawn.current = plot;
     tellValues(told.current, state.current, null);
     return () => {
@@ -70,8 +75,10 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
     tellValues(told.current, state.current, null);
   }, [content]);
 
-  return html`<figure class=${`chart ${bare ? "bare" : ""}`}>
-    <figcaption><h3>${title}</h3>${note && html` <span class="quiet">${note}</span>`} <span class="told" ref=${told}></span></figcaption>
+  const said = [note, log && !usesLog && shown.length > 0 && "not on a log axis: some are not above 0"].filter(Boolean).join("; ");
+  const long = shown.length > 3 || (shown.length > 1 && shown.some((line) => line.low));
+  return html`<figure class=${`chart ${bare ? "bare" : ""} ${wide ? "wide" : ""} ${long ? "long" : shown.length > 2 ? "several" : ""} ${onPick ? "opens" : ""}`}>
+    <figcaption>${tools && html`<span class="chart-tools">${tools}</span>`}<h3>${title}</h3>${said && html` <span class="quiet">${said}</span>`} <span class="told" ref=${told}></span></figcaption>
     <div ref=${holder} class="plot" style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(title, shown, xLabel)}>
       ${!shown.length && html`<p class="quiet none">no numbers</p>`}
     </div>
@@ -142,6 +149,14 @@ function alignLines(lines, weight) {
   return { columns, roles, sum };
 }
 
+/** The numbers of lines as a table: x, then of each line its value and, where it has them, the ends of its band. */
+export function lineTable(lines, xLabel, xIsTime) {
+  const { columns, roles } = alignLines(lines, 0);
+  const names = roles.map(({ line, role }) => (role === "value" ? line.label : `${line.label} ${role}`));
+  const rows = columns[0].map((x, at) => [xIsTime ? new Date(x * 1000).toISOString() : x, ...columns.slice(1).map((column) => column[at])]);
+  return { columns: [xLabel, ...names], rows };
+}
+
 function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight, state, told, picked }) {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const { roles } = state.current.data;
@@ -153,7 +168,6 @@ function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight,
     series.push(lineStyle(line, role, color));
   });
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--rule"), width: 1 }, ticks: { stroke: css("--rule"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-  const denseLog = (_, splits) => splits.map((value) => (value !== null && /^[125]e/.test(value.toExponential()) ? tick(value) : ""));
   const dense = (_, splits) => splits.map((value) => (value === null ? "" : tick(value)));
   return {
     width,
@@ -161,13 +175,16 @@ function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight,
     legend: { show: false },
     padding: [8, xIsTime ? 34 : 10, 0, 0],
     scales: { x: { time: xIsTime, range: range || ends }, y: log ? { distr: 3, range: roomyLog } : { range: roomy } },
-    axes: [{ ...axis, size: 30, ...(xIsTime ? { values: clock, space: 90 } : { values: dense, ...(whole ? { incrs: WHOLE } : {}) }) }, { ...axis, size: 52, values: log ? denseLog : dense }],
+    axes: [
+      { ...axis, ...(xIsTime ? { values: clock, space: 90, size: 42 } : { values: dense, size: 30, ...(whole.x ? { incrs: WHOLE } : {}) }) },
+      { ...axis, size: 52, ...(log ? { splits: logPlaces, values: logTicks, filter: (_, places) => places } : { values: dense, ...(whole.y ? { incrs: WHOLE } : {}) }) },
+    ],
     series,
     bands,
     cursor: {
       sync: { key: sync, scales: ["x", null], setSeries: false },
       points: { size: 6 },
-      drag: { x: true, y: false },
+      drag: { x: true, y: false, dist: CLICK_PIXELS + 1, click: () => {} },
     },
     hooks: { ready: [(plot) => pickWhere(plot, picked)], setCursor: [(plot) => tellValues(told.current, state.current, plot.cursor.idx)], draw: [(plot) => drawMarks(plot, state.current.marks, css), (plot) => drawWhiskers(plot, state.current.data.roles, css)] },
   };
@@ -183,10 +200,43 @@ function roomyLog(_, least, most) {
   return least === null || most === null ? [0.1, 1] : [least / 1.2, most * 1.2];
 }
 
-/** Times of a day, or days, as wide as the steps between them. */
+/** Times of a day, with the day under the first of each; or days alone, where the steps are that wide. */
 function clock(_, splits, __, ___, step) {
-  const [from, to] = step >= 86400 ? [0, 10] : splits[splits.length - 1] - splits[0] > 86400 ? [5, 16] : [11, step < 60 ? 19 : 16];
-  return splits.map((at) => moment(at * 1000).slice(from, to));
+  let before = "";
+  return splits.map((at) => {
+    const [day, time] = moment(at * 1000).split(" ");
+    const under = day === before ? "" : `\n${day}`;
+    before = day;
+    return step >= 86400 ? day : `${time.slice(0, step < 60 ? 8 : 5)}${under}`;
+  });
+}
+
+/** The lines of a log axis: 1 to 9 of each power of 10; where too few of them are in sight, round numbers. */
+function logPlaces(_, __, least, most) {
+  const first = Math.floor(Math.log10(least));
+  const powers = Array.from({ length: Math.ceil(Math.log10(most)) - first + 1 }, (_each, index) => first + index);
+  const places = powers.flatMap((power) => Array.from({ length: 9 }, (_each, index) => Number(`${index + 1}e${power}`))).filter((value) => value >= least && value <= most);
+  return places.length > 2 ? places : niceTicks([least, most]);
+}
+
+/** What stands at them: all where they are few, else so many of 1, 2, 3 and 5 of each power of 10 as there is room for. */
+function logTicks(_, places) {
+  const powers = Math.log10(places[places.length - 1] / places[0]);
+  const firsts = powers <= 1 ? "1235" : powers <= 3 ? "125" : "1";
+  return places.map((value) => {
+    const [first, power] = value.toExponential().split("e");
+    return places.length < 7 || (firsts.includes(first) && Number(power) % Math.ceil(powers / 6) === 0) ? tick(value) : "";
+  });
+}
+
+/** Some four round numbers of a range, whole ones if `whole`. */
+export function niceTicks([least, most], whole = false) {
+  const raw = Math.max((most - least) / 4, whole ? 1 : 0);
+  const scale = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((each) => each * scale).find((each) => each >= raw);
+  const found = [];
+  for (let at = Math.ceil(least / step) * step; at <= most && found.length < 20; at += step) found.push(Number(at.toPrecision(12)));
+  return found;
 }
 
 function roomy(_, least, most) {
@@ -197,7 +247,9 @@ function roomy(_, least, most) {
 }
 
 function tick(value) {
-  return Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? minus(value.toExponential(1).replace("e+", "e")) : minus(Number(value.toPrecision(6)));
+  const exact = Number(value.toPrecision(6));
+  if (Math.abs(value) >= 1e4 && Math.abs(value) < 1e12) return compact(exact, 6);
+  return minus(exact !== 0 && (Math.abs(exact) < 1e-3 || Math.abs(exact) >= 1e12) ? exact.toExponential().replace("e+", "e") : exact);
 }
 
 function lineStyle(line, role, color) {
@@ -207,15 +259,22 @@ function lineStyle(line, role, color) {
   return { stroke: color, width: 1.75, spanGaps: !line.gaps, points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < 3, size: 5, fill: color } };
 }
 
-/** A click, or a tap, is told by the x that is nearest; what ends a drag is none. */
+/** A click, or a tap, is told by the x that is nearest; what ends a drag is none. Where the chart is zoomed, a click waits for a
+ * second one, which shows all of it again. */
 function pickWhere(plot, picked) {
   let begun = null;
+  let waiting = 0;
   plot.over.addEventListener("pointerdown", (event) => {
     begun = event.clientX;
   });
   plot.over.addEventListener("click", (event) => {
-    if (!picked.current || begun === null || Math.abs(event.clientX - begun) > CLICK_PIXELS) return;
-    picked.current(plot.data[0][plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)]);
+    clearTimeout(waiting);
+    if (!picked.current || event.detail > 1 || begun === null || Math.abs(event.clientX - begun) > CLICK_PIXELS) return;
+    const [xs] = plot.data;
+    const { min, max } = plot.scales.x;
+    const x = xs[plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)];
+    if (max - min >= xs[xs.length - 1] - xs[0]) picked.current(x);
+    else waiting = setTimeout(() => plot.over.isConnected && picked.current?.(x), SECOND_CLICK_MS);
   });
 }
 
@@ -261,10 +320,12 @@ function drawMarks(plot, marks, css) {
 }
 
 /** The values under the cursor, or the last ones, beside the title. */
-function tellValues(place, { shown, marks, data, xLabel, xIsTime }, index) {
+function tellValues(place, { title, shown, marks, data, xLabel, xIsTime }, index) {
   if (!place) return;
   const [xs] = data.columns;
   const at = index ?? xs.length - 1;
+  const named = shown.length > 1 || (shown.length > 0 && shown[0].label !== title);
+  const digits = shown.some((line) => line.low) ? 3 : 4;
   const parts = [];
   data.roles.forEach(({ line, role }, column) => {
     if (role !== "value") return;
@@ -274,17 +335,18 @@ function tellValues(place, { shown, marks, data, xLabel, xIsTime }, index) {
     const value = values[found];
     if (value === null || value === undefined) return;
     const [low, high] = line.low ? [data.columns[column - 1][found], data.columns[column][found]] : [null, null];
-    const band = low === null ? "" : line.dots ? ` (95%: ${number(low, 3)} to ${number(high, 3)})` : ` ± ${number((high - low) / 2, 3)}`;
-    parts.push({ line, text: `${shown.length > 1 ? `${line.label} ` : ""}${number(value)}${band}` });
+    const band = low === null ? "" : line.dots ? `, 95 %: ${number(low, 3)} to ${number(high, 3)}` : ` ± ${number((high - low) / 2, 3)} ${line.over}`;
+    parts.push({ line, text: `${named ? `${line.label} ` : ""}${number(value, digits)}${band}` });
   });
   const near = index === null ? [] : marks.filter((mark) => mark.x === xs[at]).map((mark) => mark.text);
   const where = !xs.length || !parts.length ? "" : index === null ? "last " : xIsTime ? `${moment(xs[at] * 1000)}: ` : `${xLabel} ${number(xs[at])}: `;
   place.replaceChildren(
     where,
     ...parts.flatMap(({ line, text }) => {
-      const mark = document.createElement("i");
+      const [part, mark] = [document.createElement("span"), document.createElement("i")];
       mark.style.background = `var(${line.color})`;
-      return [...(shown.length > 1 ? [mark] : []), `${text} `];
+      part.append(...(named ? [mark] : []), text);
+      return [part, " "];
     }),
     near.length ? ` · ${near.join(", ").slice(0, 160)}` : "",
   );

@@ -1,14 +1,15 @@
 // The curves of a run, or of several in the same charts; the events of the first on their axes.
 
 import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
-import { Chart, lineColor } from "./chart.js";
+import { Chart, lineColor, lineTable } from "./chart.js";
 import { ask, askCurves, exported, path } from "./data.js";
 import { number, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
-import { Asked, openable, Problem, Select, useData } from "./ui.js";
+import { csv } from "./sql.js";
+import { Asked, download, openable, Problem, Select, useData } from "./ui.js";
 
 const CHARTS = [
-  { key: "reward", title: "reward", note: "band: one standard deviation over the groups", columns: [["reward", "", "reward_low", "reward_high"]], evals: true },
+  { key: "reward", title: "reward", columns: [["reward", "", "reward_low", "reward_high"]], evals: true },
   { key: "loss", title: "loss", columns: [["loss", ""]] },
   { key: "kl", title: "KL", columns: [["kl", "to the reference"], ["policy_kl", "of the step itself"]] },
   { key: "entropy", title: "entropy", columns: [["entropy", ""]] },
@@ -24,7 +25,6 @@ const CHARTS = [
   { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
   { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"]] },
 ];
-const AXES = [["iteration", "iteration"], ["tokens", "tokens"], ["time", "time"]];
 const LOUD = { failed: "killed", worker_lost: "killed", oom: "killed", update_failed: "killed", group_failed: "killed", resumed: "resumed", going_on: "resumed", extended: "resumed", waiting: "waiting", paused: "waiting" };
 const QUIET_EVENTS = new Set(["submitted", "done", "chosen"]);
 
@@ -37,7 +37,7 @@ export function CurvesView({ run, name, version, fresh, events }) {
   const ids = [String(run), ...others.split(",").filter((each) => /^\d+$/.test(each) && each !== String(run))].slice(0, 8);
   const weight = Math.min(0.98, Math.max(0, Number(smooth) || 0));
   return html`<div class="controls">
-      <${Select} label="x" value=${axis} onChange=${setAxis} options=${AXES} />
+      <${Select} label="x" value=${axis} onChange=${setAxis} options=${[["iteration", "iteration"], ["tokens", "tokens"], ["time", ids.length > 1 ? "minutes from the start" : "time"]]} />
       <label class="select"><span>smoothing</span><input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setSmooth(event.currentTarget.value)} /><output>${weight || "none"}</output></label>
       <label><input type="checkbox" checked=${Boolean(log)} onChange=${(event) => setLog(event.currentTarget.checked ? "1" : "")} /> log</label>
       ${!exported() && html`<${AddChart} added=${added} setAdded=${setAdded} />`}
@@ -84,31 +84,50 @@ export function mergeFresh(curves, fresh) {
 }
 
 function ChartGrid({ runs, axis, weight, log, events, added, setAdded }) {
+  const [wide, setWide] = useChoice("wide");
   const tables = useMemo(() => runs.map((run) => ({ ...run, ...columnsOf(run.curves, axis, runs.length > 1) })), [runs.map((run) => run.curves), axis]);
   const marks = runs.length === 1 ? marksOf(events || [], tables[0]) : [];
   const xLabel = axis === "time" && runs.length > 1 ? "minutes" : axis;
-  const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks };
-  const pick = (x) => {
-    const table = tables[0];
-    const at = table.x.indexOf(x);
-    const to = at >= 0 && openable(["run", runs[0].id, "iteration", table.of.iteration[at]]);
-    if (to) go(to);
-  };
+  const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks, wide, setWide, onPick: (x) => openAt(tables, x) };
   const shown = CHARTS.map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
   const own = added.split(",").filter(Boolean);
   return html`<div class="charts">
-    ${shown.map(({ chart, lines }) => html`<${Chart} key=${chart.key} title=${chart.title} note=${runs.length === 1 ? noteOf(chart, lines) : ""} lines=${lines} ...${common} onPick=${pick} />`)}
+    ${shown.map(({ chart, lines }) => html`<${RunChart} key=${chart.key} id=${chart.key} title=${chart.title} note=${noteOf(chart, tables)} lines=${lines} ...${common} />`)}
     ${own.map((each) => html`<${OwnChart} key=${each} what=${each} runs=${tables} common=${common} remove=${() => setAdded(own.filter((one) => one !== each).join(","))} />`)}
   </div>
   ${!shown.length && html`<p class="quiet">No iteration has numbers yet.</p>`}
   ${marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
 }
 
-/** What stands beside a chart's title: the name of its only line, and what else is to be known. */
-function noteOf(chart, lines) {
-  const drawn = lines.filter((line) => line.y.some((value) => Number.isFinite(value)));
-  const alone = drawn.length === 1 && drawn[0].label !== chart.title ? drawn[0].label : "";
-  return [alone, chart.note].filter(Boolean).join("; ");
+/** A chart that can be made as wide as the page, which the address keeps, and whose numbers can be taken along. */
+function RunChart({ id, wide, setWide, remove, ...chart }) {
+  const [is, name] = [wide === id, chart.title];
+  const save = () => download(`${name.replace(/\W+/g, "-")}.csv`, csv(lineTable(chart.lines, chart.xLabel, chart.xIsTime)), "text/csv");
+  const tools = html`<button type="button" class="copy" aria-pressed=${is} onClick=${() => setWide(is ? "" : id)} aria-label=${`${name} as wide as the page`}>wide</button>
+    <button type="button" class="copy" onClick=${save} aria-label=${`The numbers of ${name} as CSV`}>CSV</button>
+    ${remove && html`<button type="button" class="copy" onClick=${remove} aria-label=${`Remove the chart of ${name}`}>×</button>`}`;
+  return html`<${Chart} ...${chart} wide=${is} tools=${tools} />`;
+}
+
+/** Opens the iteration of a place on the axis, of the first run that has one there. */
+function openAt(tables, x) {
+  const table = tables.find((each) => each.x.includes(x));
+  const to = table && openable(["run", table.id, "iteration", table.of.iteration[table.x.indexOf(x)]]);
+  if (to) go(to);
+}
+
+/** The columns that have numbers; of several runs one is drawn, the first that any of them has. */
+function drawnColumns(chart, tables) {
+  const known = chart.columns.filter(([column]) => tables.some((table) => table.of[column]?.some(Number.isFinite)));
+  return tables.length > 1 ? known.slice(0, 1) : known;
+}
+
+/** What stands beside a chart's title: of several runs which of its columns is drawn; what its band is; what else is to be known. */
+function noteOf(chart, tables) {
+  const [first] = drawnColumns(chart, tables);
+  const which = tables.length > 1 && chart.columns.length > 1 && first ? first[1] : "";
+  const band = tables.length === 1 && first?.[2] && tables[0].of[first[2]]?.some(Number.isFinite) ? "band: one standard deviation" : "";
+  return [which, band, chart.note].filter(Boolean).join("; ");
 }
 
 /** The columns by name and each iteration's place on the axis; `origin` is the place before the first one. */
@@ -132,16 +151,16 @@ function columnsOf(curves, axis, several) {
 function linesOf(chart, tables) {
   const several = tables.length > 1;
   return tables.flatMap((table, place) => {
-    const columns = several ? chart.columns.slice(0, 1) : chart.columns;
-    const lines = columns
-      .filter(([column]) => table.of[column])
-      .map(([column, label, low, high], index) => ({
+    const lines = drawnColumns(chart, tables).map((each) => {
+      const [column, label, low, high] = each;
+      return {
         label: several ? visible(table.name) : label || chart.title,
-        color: lineColor(several ? place : index),
+        color: lineColor(several ? place : chart.columns.indexOf(each)),
         x: table.x,
         y: table.of[column],
-        ...(low && !several && table.of[low] ? { low: table.of[low], high: table.of[high] } : {}),
-      }));
+        ...(!several && table.of[low]?.some(Number.isFinite) ? { low: table.of[low], high: table.of[high], over: "over groups" } : {}),
+      };
+    });
     return chart.evals && !several ? [...lines, ...evalLines(table)] : lines;
   });
 }
@@ -223,7 +242,7 @@ function OwnChart({ what, runs, common, remove }) {
     return { label: runs.length > 1 ? visible(run.name) : "mean", color: lineColor(index), x: run.x, y: run.of.iteration.map((each) => (sums.get(each)?.count ? sums.get(each).sum / sums.get(each).count : null)) };
   });
   const note = Object.values(found).some((each) => !each.done) ? "reading…" : `mean of ${number([...Object.values(found)].reduce((all, each) => all + [...each.sums.values()].reduce((a, b) => a + b.count, 0), 0))} rows`;
-  return html`<div class="own"><${Chart} title=${what} note=${note} lines=${lines} ...${common} /><button type="button" class="copy" onClick=${remove} aria-label=${`Remove the chart of ${what}`}>remove</button>${error && html`<${Problem} error=${error} small />`}</div>`;
+  return html`<${RunChart} id=${what} title=${what} note=${error ? visible(error.message) : note} lines=${lines} remove=${remove} ...${common} />`;
 }
 
 async function sumPages(run, view, column, stop, told) {

@@ -21,17 +21,18 @@ function grouped(value) {
   return [whole.replace(/\B(?=(\d{3})+(?!\d))/g, " "), ...rest].join(".");
 }
 
-export function compact(value) {
+export function compact(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   for (const [unit, scale] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
-    if (size >= scale) return `${minus(Number((value / scale).toPrecision(3)))}${unit}`;
+    if (size >= scale) return `${minus(Number((value / scale).toPrecision(digits)))}${unit}`;
   }
-  return number(value, 3);
+  return number(value, digits);
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value < 0) return minus(`-${seconds(-value)}`);
   if (value < 0.0995) return `${Number((value * 1000).toPrecision(2))} ms`;
   if (value < 99.5) return `${Number(value.toPrecision(3))} s`;
   const [whole, minutes] = [Math.round(value), Math.round(value / 60)];
@@ -41,7 +42,7 @@ export function seconds(value) {
 }
 
 export function percent(value) {
-  return value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(3))} %`;
+  return value === null || value === undefined ? "–" : `${minus(Number((100 * value).toPrecision(3)))} %`;
 }
 
 const CLOCK = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });

@@ -1,6 +1,7 @@
 // An iteration: its groups as a grid, its update, a scatter of any two columns of its episodes.
 
 import { html, useMemo, useRef, useState } from "./vendor/preact.js";
+import { niceTicks } from "./chart.js";
 import { path } from "./data.js";
 import { number, plural, seconds, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
@@ -8,6 +9,7 @@ import { Asked, Badge, Facts, Link, openable, Table, useData, useWidth } from ".
 
 const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_max", "importance_weight"];
 const SCATTER = ["reward", "advantage", "sampled_tokens", "prompt_tokens", "steps", "tool_calls", "tool_errors", "seconds", "slot", "sample"];
+const FAR = 26;
 
 export function IterationPage({ run, iteration }) {
   const told = useData(path(`runs/${run}`));
@@ -85,33 +87,36 @@ function Scatter({ groups }) {
   const [over, setOver] = useState(null);
   const canvas = useRef(null);
   const points = useMemo(() => groups.flatMap((group) => group.episodes.map((episode) => ({ ...episode, slot: group.slot, group }))).filter((each) => Number.isFinite(each[x]) && Number.isFinite(each[y])), [groups, x, y]);
+  const placeCount = (one) => points.filter((each) => each[x] === one[x] && each[y] === one[y]).length;
   const height = 300;
   const [xs, ys] = [rangeOf(points, x), rangeOf(points, y)];
   const placeX = (value) => 50 + ((value - xs[0]) / (xs[1] - xs[0])) * Math.max(10, width - 70);
   const placeY = (value) => height - 30 - ((value - ys[0]) / (ys[1] - ys[0])) * (height - 45);
   const pickAxis = (label, value, set) => html`<label class="select"><span>${label}</span><select value=${value} onChange=${(event) => set(event.currentTarget.value)}>${SCATTER.map((key) => html`<option key=${key} value=${key} selected=${key === value}>${key.replaceAll("_", " ")}</option>`)}</select></label>`;
-  return html`<div class="controls">${pickAxis("x", x, setX)}${pickAxis("y", y, setY)}<span class="quiet" role="status">${over ? `episode ${over.id}: ${number(over[x])}, ${number(over[y])}, ${visible(over.group.task).slice(0, 60)}` : plural(points.length, "episode")}</span></div>
+  return html`<div class="controls">${pickAxis("x", x, setX)}${pickAxis("y", y, setY)}<span class="quiet" role="status">${over ? `episode ${over.id}: ${number(over[x])}, ${number(over[y])}, ${visible(over.group.task).slice(0, 60)}${placeCount(over) > 1 ? `, one of ${number(placeCount(over))} there` : ""}` : plural(points.length, "episode")}</span></div>
     <div ref=${holder} class="scatter">
       ${width > 0 && html`<svg ref=${canvas} width=${width} height=${height} role="img" aria-label=${`${y} by ${x} of ${points.length} episodes`}>
         <g class="axes"><line x1="50" x2=${width - 20} y1=${height - 30} y2=${height - 30} /><line x1="50" x2="50" y1="15" y2=${height - 30} />
-          ${niceTicks(xs).map((value) => html`<text key=${`x${value}`} x=${placeX(value)} y=${height - 14} text-anchor="middle">${number(value, 3)}</text>`)}
-          ${niceTicks(ys).map((value) => html`<text key=${`y${value}`} x="44" y=${placeY(value) + 4} text-anchor="end">${number(value, 3)}</text>`)}
+          ${niceTicks(xs, points.every((each) => Number.isInteger(each[x]))).map((value) => html`<text key=${`x${value}`} x=${placeX(value)} y=${height - 14} text-anchor="middle">${number(value, 3)}</text>`)}
+          ${niceTicks(ys, points.every((each) => Number.isInteger(each[y]))).map((value) => html`<text key=${`y${value}`} x="44" y=${placeY(value) + 4} text-anchor="end">${number(value, 3)}</text>`)}
           <text x=${width / 2} y=${height - 2} text-anchor="middle">${x.replaceAll("_", " ")}</text></g>
-        ${apart(points, x, y).map(([each, [dx, dy]]) => html`<circle key=${each.id} class=${each.advantage > 0 ? "better" : each.advantage < 0 ? "worse" : "unread"} cx=${placeX(each[x]) + dx} cy=${placeY(each[y]) + dy} r="4.5" onMouseEnter=${() => setOver(each)} onClick=${() => openable(["episode", each.id]) && go(href(["episode", each.id]))}><title>${`episode ${each.id}`}</title></circle>`)}
+        ${apart(points, x, y).map(([each, [dx, dy]]) => html`<circle key=${each.id} class=${each.advantage > 0 ? "better" : each.advantage < 0 ? "worse" : "unread"} cx=${placeX(each[x]) + dx} cy=${placeY(each[y]) + dy} r="4" onMouseEnter=${() => setOver(each)} onClick=${() => openable(["episode", each.id]) && go(href(["episode", each.id]))}><title>${`episode ${each.id}`}</title></circle>`)}
       </svg>`}
     </div>
-    <p class="legend"><span><i class="swatch better"></i>better than its group</span><span><i class="swatch worse"></i>worse</span><span><i class="swatch unread"></i>not trained on, or no variance</span><span>those at one place lie around it</span></p>`;
+    <p class="legend"><span><i class="swatch better"></i>better than its group</span><span><i class="swatch worse"></i>worse</span><span><i class="swatch unread"></i>not trained on, or no variance</span><span>episodes of the same two numbers lie in a cluster around their place</span></p>`;
 }
 
-/** The points, each with how many pixels it is drawn away from its place, so that none hides another: along a spiral. */
+/** The points, each with how many pixels it is drawn away from its place, so that none hides another: along a spiral, closer
+ * together where there are many. */
 function apart(points, x, y) {
-  const there = new Map();
-  return points.map((each) => {
+  const places = new Map();
+  for (const each of points) {
     const place = `${each[x]} ${each[y]}`;
-    const before = there.get(place) || 0;
-    there.set(place, before + 1);
-    const [far, turn] = [3 * Math.sqrt(before), 2.4 * before];
-    return [each, [far * Math.cos(turn), far * Math.sin(turn)]];
+    places.set(place, [...(places.get(place) || []), each]);
+  }
+  return [...places.values()].flatMap((there) => {
+    const step = Math.min(4, FAR / Math.sqrt(there.length));
+    return there.map((each, index) => [each, [step * Math.sqrt(index) * Math.cos(2.4 * index), step * Math.sqrt(index) * Math.sin(2.4 * index)]]);
   });
 }
 
@@ -122,14 +127,4 @@ function rangeOf(points, key) {
   if (!values.length) return [0, 1];
   const room = least === most ? 0.5 : 0.05 * (most - least);
   return [least - room, most + room];
-}
-
-/** Some four round numbers of a range. */
-function niceTicks([least, most]) {
-  const raw = (most - least) / 4;
-  const scale = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((each) => each * scale).find((each) => each >= raw);
-  const found = [];
-  for (let tick = Math.ceil(least / step) * step; tick <= most && found.length < 20; tick += step) found.push(Number(tick.toPrecision(12)));
-  return found;
 }

@@ -7,7 +7,8 @@ import { go, href, useChoice } from "./route.js";
 import { Asked, useData, useWidth } from "./ui.js";
 
 const LANE = 26;
-const LEFT = 190;
+const MOST_LEFT = 190;
+const LETTER = 6.5;
 
 export function LanesView({ run, version, row }) {
   const [from, setFrom] = useChoice("from");
@@ -30,13 +31,15 @@ function Lanes({ data, run }) {
   const spans = data.spans.filter((span) => span.start).map((span) => ({ ...span, a: Date.parse(span.start), b: span.end ? Date.parse(span.end) : now }));
   const start = Math.min(...spans.map((span) => span.a));
   const end = Math.max(...spans.map((span) => span.b), start + 1);
-  const place = (at) => LEFT + ((at - start) / (end - start)) * Math.max(50, width - LEFT - 10);
+  const names = data.lanes.map((lane) => `${lane.queue} ${visible(lane.worker).slice(0, 22)}`);
+  const left = Math.min(MOST_LEFT, 10 + LETTER * Math.max(...names.map((name) => name.length)));
+  const place = (at) => left + ((at - start) / (end - start)) * Math.max(50, width - left - 10);
   const height = data.lanes.length * LANE + 30;
   return html`<div ref=${holder} class="lanes">
       ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`${data.lanes.length} workers over ${seconds((end - start) / 1000)}`}>
         ${data.lanes.map((lane, index) => html`<g key=${`${lane.queue} ${lane.worker}`}>
-          <text x="0" y=${index * LANE + 17}>${lane.queue} ${visible(lane.worker).slice(0, 22)}</text>
-          <rect class="idle" x=${LEFT} y=${index * LANE + 3} width=${Math.max(0, width - LEFT - 10)} height=${LANE - 6} />
+          <text x="0" y=${index * LANE + 17}>${names[index]}</text>
+          <rect class="idle" x=${left} y=${index * LANE + 3} width=${Math.max(0, width - left - 10)} height=${LANE - 6} />
         </g>`)}
         ${spans.map((span, index) => html`<rect key=${index} class=${`work w-${span.kind} is-${span.status}`} x=${place(span.a)} y=${span.lane * LANE + 4} width=${Math.max(1, place(span.b) - place(span.a))} height=${LANE - 8} onMouseEnter=${() => setOver(span)} onClick=${() => openSpan(span, run)} />`)}
         ${(width < 700 ? [0, 1] : [0, 0.25, 0.5, 0.75, 1]).map((share) => html`<text key=${share} class="tick" x=${place(start + share * (end - start))} y=${height - 8} text-anchor=${share === 1 ? "end" : share ? "middle" : "start"}>${seconds((share * (end - start)) / 1000)}</text>`)}

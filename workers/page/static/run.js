@@ -69,7 +69,7 @@ function RunView({ run, told, live }) {
     ["curves", "curves"],
     ["iterations", "iterations", row.iterations_done],
     ["episodes", "episodes", row.episodes_done],
-    ["tasks", "tasks", told.tasks],
+    ["tasks", "tasks"],
     ["ledger", "ledger"],
     ["workers", "workers"],
     ...(told.has?.annotations ? [["annotations", "annotations"]] : []),
@@ -115,7 +115,7 @@ function RunTab({ tab, run, told, live, row, events }) {
   const version = live.version;
   if (tab === "iterations") return html`<${IterationsView} run=${run} live=${live} />`;
   if (tab === "episodes") return html`<${EpisodesView} run=${run} version=${version} />`;
-  if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} all=${told.tasks} />`;
+  if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} />`;
   if (tab === "ledger") return html`<${LedgerView} run=${run} version=${version} />`;
   if (tab === "workers") return html`<${LanesView} run=${run} version=${version} row=${row} />`;
   if (tab === "annotations") return html`<${AnnotationsView} run=${run} version=${version} />`;

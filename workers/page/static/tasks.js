@@ -7,12 +7,12 @@ import { json, number, plural, visible } from "./format.js";
 import { useChoice } from "./route.js";
 import { Asked, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore } from "./ui.js";
 
-export function TasksView({ run, version, all }) {
+export function TasksView({ run, version }) {
   const [text, setText] = useChoice("text");
   const [sort, setSort] = useChoice("sort");
   const found = useMore(path(`runs/${run}/tasks`, { text, sort, size: 25 }), version);
   return html`${!exported() && html`<div class="controls"><${Search} value=${text} onChange=${setText} label="In the task's key" /></div>`}
-    <${Asked} of=${found} what="the tasks">${(data) => html`<${SolvedMeans} words=${data.solved_means} />${exported() && html`<${TasksInFile} run=${run} rows=${found.rows} more=${Boolean(found.next)} all=${all} />`}
+    <${Asked} of=${found} what="the tasks">${(data) => html`<${SolvedMeans} words=${data.solved_means} />${exported() && html`<${TasksInFile} run=${run} rows=${found.rows} more=${Boolean(found.next)} />`}
       <${Table} caption="Tasks" columns=${taskColumns(run, data.solved_means)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => openable(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task is so." /><${More} of=${found} />`}<//>`;
 }
 
@@ -22,9 +22,9 @@ function SolvedMeans({ words }) {
 }
 
 /** How many tasks an exported file lists, and how many of them can be opened. */
-function TasksInFile({ run, rows, more, all }) {
+function TasksInFile({ run, rows, more }) {
   const there = rows.filter((row) => openable(["run", run, "task", row.task_id]));
-  return html`<p class="quiet">This file lists ${more ? "the first " : ""}${plural(rows.length, "task")}${all ? ` of ${number(all)}` : ""}; ${number(there.length)} of them can be opened.</p>`;
+  return html`<p class="quiet">This file lists ${more ? "the first " : ""}${plural(rows.length, "task")}; ${number(there.length)} of them can be opened.</p>`;
 }
 
 function taskColumns(run, means) {
