@@ -203,6 +203,113 @@ def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
     assert page.evaluate("location.hash").endswith(f"/iteration/{last}")
 
 
+def chart_place(page: Page) -> tuple[float, float]:
+    """The middle of the right edge of the first chart, within it; scrolled to."""
+    page.wait_for_selector(".chart .u-over")
+    over = page.locator(".chart .u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box is not None
+    return box["x"] + box["width"] - 3, box["y"] + box["height"] / 2
+
+
+def test_a_hand_that_shakes_opens_the_iteration_too_and_a_second_click_undoes_a_zoom(
+    lived: Stack, served: Service, context: BrowserContext
+) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["run"])
+    end, height = chart_place(page)
+    page.mouse.move(end - 300, height)
+    page.mouse.down()
+    page.mouse.move(end, height, steps=3)
+    page.mouse.up()
+    page.mouse.dblclick(end - 100, height)
+    page.wait_for_timeout(600)
+    assert "iteration" not in page.evaluate("location.hash")
+    page.mouse.move(end - 2, height)
+    page.mouse.down()
+    page.mouse.move(end, height + 1)
+    page.mouse.up()
+    page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
+
+
+def test_a_tap_opens_the_iteration(lived: Stack, served: Service, browser: Browser) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    look_at(page, served, views(lived)["run"])
+    page.touchscreen.tap(*chart_place(page))
+    page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
+    context.close()
+
+
+def test_a_click_among_several_runs_opens_the_iteration_of_the_run_that_has_it(
+    lived: Stack, served: Service, context: BrowserContext
+) -> None:
+    run = int(views(lived)["run"].split("/")[2])
+    page = context.new_page()
+    look_at(page, served, f"#/run/{run + 1}?with={run}")
+    page.mouse.click(*chart_place(page))
+    page.wait_for_function("run => location.hash.startsWith(`#/run/${run}/iteration/`)", arg=run)
+
+
+def test_charts_stay_where_they_are_while_they_are_pointed_at(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["run"])
+    end, height = chart_place(page)
+    tops = "[...document.querySelectorAll('.chart, .chart .u-over')].map(each => each.getBoundingClientRect().top).join()"
+    before, told = page.evaluate(tops), page.locator(".told").first
+    assert re.match(r"last .*reward \S+ ± \S+ over groups .*held out: .* 95 %: \S+ to \S+", told.inner_text())
+    page.mouse.move(end, height)
+    page.wait_for_function("() => /^iteration \\d+: /.test(document.querySelector('.told').innerText)")
+    assert page.evaluate(tops) == before
+
+
+def test_a_chart_is_made_wide_in_the_address_and_its_numbers_are_taken_along(
+    lived: Stack, served: Service, context: BrowserContext
+) -> None:
+    page = context.new_page()
+    look_at(page, served, views(lived)["run"])
+    page.click("button[aria-label='reward as wide as the page']")
+    assert "wide=reward" in page.evaluate("location.hash")
+    assert page.locator(".chart.wide h3").all_inner_texts() == ["reward"]
+    with page.expect_download() as saved:
+        page.click("button[aria-label='The numbers of reward as CSV']")
+    names, *rows = [line.split(",") for line in saved.value.path().read_text().splitlines()]
+    assert saved.value.suggested_filename == "reward.csv"
+    assert names[:4] == ["iteration", "reward low", "reward high", "reward"]
+    run = views(lived)["run"].split("/")[2]
+    rewards = {int(row[0]): float(row[3]) for row in rows if row[3]}
+    assert len(rewards) == one(lived, f"SELECT iterations_done FROM v_runs WHERE id = {run}")
+    assert rewards[1] == pytest.approx(one(lived, f"SELECT mean_reward FROM iterations WHERE run_id = {run} AND number = 0"))
+
+
+@pytest.mark.parametrize("axis", ["__proto__", "constructor", "no-axis"])
+def test_an_axis_that_there_is_not_is_the_iterations(lived: Stack, served: Service, context: BrowserContext, axis: str) -> None:
+    watched = Watched(context.new_page())
+    look_at(watched.page, served, f"{views(lived)['run']}?x={axis}")
+    watched.page.mouse.click(*chart_place(watched.page))
+    watched.page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
+    assert watched.wrong == []
+
+
+def test_numbers_have_one_minus_sign_and_what_is_not_seen_is_shown(served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    page.goto(served.url)
+    shown = page.evaluate(
+        """async () => {
+          const { compact, number, percent, seconds, visible } = await import("./static/format.js");
+          const numbers = [number(-7.38e-11), number(-0.0036), number(-12345), compact(-2500), percent(-0.5), seconds(-2)];
+          const hidden = [0x61c, 0xad, 0x180e, 0x3164, 0x115f, 0x1160, 0xffa0, 0xe0000, 0xe0041, 0xe007f];
+          return [numbers, hidden.map((each) => visible(`a${String.fromCodePoint(each)}b`))];
+        }"""
+    )
+    minus = "\N{MINUS SIGN}"
+    assert [text.replace(minus, "~") for text in shown[0]] == ["~7.38e~11", "~0.0036", "~12 345", "~2.5k", "~50 %", "~2 s"]
+    assert shown[1][0] == "a⟨U+061C⟩b"
+    assert shown[1][8] == "a⟨U+E0041⟩b"
+    assert all(re.fullmatch(r"a⟨U\+[0-9A-F]+⟩b", text) for text in shown[1])
+
+
 def test_the_keyboard_alone_leads_from_the_runs_to_a_token(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, "#/")

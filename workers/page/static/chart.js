@@ -9,7 +9,7 @@ import { useWidth } from "./ui.js";
 const HEIGHT = 190;
 const WIDE_HEIGHT = 420;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
-const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
+const WHOLE = Array.from({ length: 17 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 const CLICK_PIXELS = 5;
 const SECOND_CLICK_MS = 300;
 const MARKS = { killed: "--bad", resumed: "--good", waiting: "--warn", checkpoint: "--line-2", eval: "--line-3", other: "--quiet" };
@@ -47,7 +47,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   const shown = lines.filter((line) => line.y.some(Number.isFinite));
   const usesLog = log && shown.every((line) => line.y.every((value) => !Number.isFinite(value) || value > 0));
   const data = alignLines(shown, weight);
-  const [wholeX, ...wholeLines] = data.columns.map((column) => column.every((value) => value === null || Number.isInteger(value)));
+  const [wholeX, ...wholeLines] = data.columns.map((column) => column.every((value) => value === null || Number.isSafeInteger(value)));
   const whole = { x: wholeX && !xIsTime, y: wholeLines.every(Boolean) };
   const shape = JSON.stringify([shown.map((line) => [line.label, line.color, Boolean(line.low), line.dots]), usesLog, xLabel, xIsTime, whole, sync, height, weight > 0, range, theme]);
   const state = useRef({});
@@ -197,7 +197,7 @@ function ends(_, least, most) {
 }
 
 function roomyLog(_, least, most) {
-  return least === null || most === null ? [0.1, 1] : [least / 1.2, most * 1.2];
+  return least === null || most === null ? [0.1, 1] : [least / 1.2, Math.min(most * 1.2, Number.MAX_VALUE)];
 }
 
 /** Times of a day, with the day under the first of each; or days alone, where the steps are that wide. */

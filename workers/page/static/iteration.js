@@ -29,10 +29,10 @@ function IterationView({ data }) {
   const trained = data.groups.flatMap((group) => group.episodes).filter((episode) => episode.fate === "trained").length;
   return html`<${Facts} of=${[
       ["status", html`<${Badge} is=${row.status} />${row.skipped ? ` ${visible(row.skipped)}` : ""}`],
-      ["reward", number(row.mean_reward, 4)],
+      ["reward", number(row.mean_reward, 3)],
       ["sampled by version", number(row.policy_version)],
       ["staleness", row.staleness === null ? null : number(row.staleness)],
-      ["held out", row.eval_reward === null ? null : number(row.eval_reward, 4)],
+      ["held out", row.eval_reward === null ? null : number(row.eval_reward, 3)],
       ["trained on", data.left_out ? null : `${number(trained)} of ${plural(row.episodes, "episode")}`],
       ["usable", `${number(row.trainable)} of ${number(row.episodes)}`],
       ["groups", `${number(data.groups.length + data.left_out)}, ${number(data.left_out ? row.flat_groups : data.groups.filter((group) => group.flat).length)} flat, ${number(row.dropped_groups)} dropped${row.more_groups ? `, ${number(row.more_groups)} sampled more` : ""}`],
