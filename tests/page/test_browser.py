@@ -181,36 +181,32 @@ def test_back_and_forward_go_through_the_views(lived: Stack, served: Service, co
     assert "first" in page.inner_text("h1")
 
 
+def chart_place(page: Page) -> tuple[float, float]:
+    """The middle of the right edge of the first chart, within it; scrolled to."""
+    box = page.wait_for_function("""() => {
+      const over = document.querySelector(".chart .u-over");
+      over?.scrollIntoView({ block: "nearest" });
+      return over && over.clientWidth > 0 && over.getBoundingClientRect().toJSON();
+    }""").json_value()
+    return box["right"] - 3, box["y"] + box["height"] / 2
+
+
 def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
     lived: Stack, served: Service, context: BrowserContext
 ) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
-    page.wait_for_selector(".chart .u-over")
-    box = page.locator(".chart .u-over").first.bounding_box()
-    assert box is not None
-    end, height = box["x"] + box["width"] - 2, box["y"] + box["height"] / 2
+    end, height = chart_place(page)
     page.mouse.move(end - 80, height)
     page.mouse.down()
     page.mouse.move(end, height, steps=3)
     page.mouse.up()
     assert "iteration" not in page.evaluate("location.hash")
     look_at(page, served, views(lived)["run"])
-    page.wait_for_selector(".chart .u-over")
-    page.mouse.click(end, height)
+    page.mouse.click(*chart_place(page))
     page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
     last = one(lived, f"SELECT iterations FROM runs WHERE id = {views(lived)['run'].split('/')[2]}")
     assert page.evaluate("location.hash").endswith(f"/iteration/{last}")
-
-
-def chart_place(page: Page) -> tuple[float, float]:
-    """The middle of the right edge of the first chart, within it; scrolled to."""
-    page.wait_for_selector(".chart .u-over")
-    over = page.locator(".chart .u-over").first
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
-    assert box is not None
-    return box["x"] + box["width"] - 3, box["y"] + box["height"] / 2
 
 
 def test_a_hand_that_shakes_opens_the_iteration_too_and_a_second_click_undoes_a_zoom(
@@ -248,6 +244,7 @@ def test_a_click_among_several_runs_opens_the_iteration_of_the_run_that_has_it(
     run = int(views(lived)["run"].split("/")[2])
     page = context.new_page()
     look_at(page, served, f"#/run/{run + 1}?with={run}")
+    page.wait_for_selector("[aria-label='Runs in the charts']", state="attached")  # both are drawn
     page.mouse.click(*chart_place(page))
     page.wait_for_function("run => location.hash.startsWith(`#/run/${run}/iteration/`)", arg=run)
 

@@ -67,8 +67,11 @@ def test_a_search_that_is_killed_in_mid_beam_goes_on_and_comes_to_the_same(
     asked = list(critic.asked)
     critic.asked.clear()
     stack.agentrl("submit", "--config", config(short_folder, "killed"))
-    for groups in (4, 12, 25):
-        stack.wait(lambda: value(stack.database, COUNT, run="killed") >= groups, f"{groups} groups")  # noqa: B023
+    for groups in (4, 12, 25):  # while it samples: what it has asked a critic and not yet written, it must ask again
+        stack.wait(
+            lambda: value(stack.database, COUNT, run="killed") >= groups and value(stack.database, OPEN, run="killed") > 1,  # noqa: B023
+            f"{groups} groups",
+        )
         stack.kill_worker("rollout,train")
     stack.wait_for("killed")
     assert way(stack, "killed") == way(stack, "calm")
@@ -92,6 +95,7 @@ def test_a_search_that_is_killed_in_mid_beam_goes_on_and_comes_to_the_same(
 
 
 COUNT = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status = 'done'"
+OPEN = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status IN ('planned', 'running')"
 
 
 def test_a_critic_that_does_not_answer_is_waited_for_and_loses_nothing(
