@@ -191,16 +191,20 @@ def chart_place(page: Page) -> tuple[float, float]:
     return box["right"] - 3, box["y"] + box["height"] / 2
 
 
+def drag(page: Page, start: tuple[float, float], end: tuple[float, float], steps: int = 3) -> None:
+    page.mouse.move(*start)
+    page.mouse.down()
+    page.mouse.move(*end, steps=steps)
+    page.mouse.up()
+
+
 def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
     lived: Stack, served: Service, context: BrowserContext
 ) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     end, height = chart_place(page)
-    page.mouse.move(end - 80, height)
-    page.mouse.down()
-    page.mouse.move(end, height, steps=3)
-    page.mouse.up()
+    drag(page, (end - 80, height), (end, height))
     assert "iteration" not in page.evaluate("location.hash")
     look_at(page, served, views(lived)["run"])
     page.mouse.click(*chart_place(page))
@@ -215,17 +219,11 @@ def test_a_hand_that_shakes_opens_the_iteration_too_and_a_second_click_undoes_a_
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     end, height = chart_place(page)
-    page.mouse.move(end - 300, height)
-    page.mouse.down()
-    page.mouse.move(end, height, steps=3)
-    page.mouse.up()
+    drag(page, (end - 300, height), (end, height))
     page.mouse.dblclick(end - 100, height)
     page.wait_for_timeout(600)
     assert "iteration" not in page.evaluate("location.hash")
-    page.mouse.move(end - 2, height)
-    page.mouse.down()
-    page.mouse.move(end, height + 1)
-    page.mouse.up()
+    drag(page, (end - 2, height), (end, height + 1), steps=1)
     page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
 
 

@@ -85,7 +85,7 @@ class Live:
         """What is seen of the run, or of the list of all, whenever it moves; None after a silence."""
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
-        if watch.task is None or watch.task.done():
+        if watch.task is None:
             watch.task = asyncio.create_task(self._look(run, watch))
         told: Seen | None = None
         spoke = time.monotonic()

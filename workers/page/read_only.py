@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from urllib.parse import quote
 
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.sql.readonly import sqlite_access
+from agentrl.workflow.sql.readonly import sqlite_url
 from agentrl.workflow.store.driver_reader import DriverTransaction, newest_revision
 from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
 
@@ -95,8 +94,7 @@ class ReadOnlyStore:
         if not (file.is_file() and file.stat().st_size):
             raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
         try:
-            url = f"file:{quote(str(file))}?{sqlite_access(file, 'mode=rw')}"
-            made = sqlite3.connect(url, uri=True, timeout=LOCK_SECONDS, isolation_level=None)
+            made = sqlite3.connect(sqlite_url(file, "rw"), uri=True, timeout=LOCK_SECONDS, isolation_level=None)
             with closing(made) as connection:
                 connection.execute("PRAGMA query_only=ON")
                 late = time.monotonic() + STATEMENT_SECONDS

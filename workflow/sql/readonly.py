@@ -83,18 +83,18 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
     """Opens a connection that writes no file; it waits up to `seconds` for a writer's lock."""
-    return sqlite3.connect(f"file:{quote(str(file))}?{sqlite_access(file, 'mode=ro')}", uri=True, timeout=seconds)
+    return sqlite3.connect(sqlite_url(file, "ro"), uri=True, timeout=seconds)
 
 
-def sqlite_access(file: Path, usual: str) -> str:
-    """The options of the file's URL: `usual`, or those for a file that nobody writes.
+def sqlite_url(file: Path, mode: str) -> str:
+    """The file's URL for a reader: of that mode, or of a file that nobody writes.
 
     In WAL mode SQLite makes files beside it to read it: it cannot in a folder that is read-only, and must not beside another
     user's file, which its owner could not write then. Where no such file is there, nobody writes.
     """
     own = os.access(file.parent, os.W_OK) and os.access(file, os.W_OK)
     sealed = not own and not Path(f"{file}-wal").exists()
-    return "mode=ro&immutable=1" if sealed else usual
+    return f"file:{quote(str(file))}?{'mode=ro&immutable=1' if sealed else f'mode={mode}'}"
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:

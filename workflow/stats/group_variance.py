@@ -22,6 +22,14 @@ def varies(rewards: Collection[float]) -> bool:
     return len(set(rewards)) > 1
 
 
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """A group's mean reward and the sample standard deviation, as its row has them; None of no reward, and of one alone."""
+    mean = sum(rewards) / len(rewards) if rewards else None
+    if mean is None or len(rewards) < 2:
+        return mean, None
+    return mean, float((sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5)
+
+
 def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
     """The number of further groups to plan.
 

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, unquote
 
-from agentrl.workflow.sql.readonly import sqlite_access
+from agentrl.workflow.sql.readonly import sqlite_url
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.connect import Database
@@ -101,8 +101,7 @@ class Reader:
             with _postgres(self._parts) as connection:
                 yield DriverTransaction(connection, is_sqlite=False)
             return
-        url = f"file:{quote(str(self._file))}?{sqlite_access(self._file, 'mode=rw')}"
-        made = sqlite3.connect(url, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+        made = sqlite3.connect(sqlite_url(self._file, "rw"), uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         with closing(made) as connection:
             connection.execute("PRAGMA query_only=ON")
             connection.execute("BEGIN")

@@ -14,6 +14,7 @@ from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bi
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
+from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
@@ -410,9 +411,7 @@ def _close_group(tx: Connection, fence: Fence) -> CompletedWork:
     if _open_episodes(tx, fence):
         return CompletedWork(False, None)
     members = _GROUP_MEMBERS.rows(tx, {"group": fence.group})
-    rewards = [reward for status, reward in members if status == "done"]
-    mean = sum(rewards) / len(rewards) if rewards else None
-    std = (sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else None
+    mean, std = mean_and_deviation([reward for status, reward in members if status == "done"])
     # Locked, so that of two groups that finish at once the second sees the first.
     ((iteration_id,),) = _FINISHED_ITERATION.rows(tx, {"group": fence.group})
     closed = {"status": "done", "mean_reward": mean, "std_reward": std, "finished_at": datetime.now(UTC), "lease_until": None}

@@ -77,9 +77,11 @@ class ChildRun(SourceRun):
 
 
 class WholeRun(BaseModel):
-    """One run. `children_cut`: there are more than those; `progress` is empty where no iteration is open."""
+    """One run. `typed`: how a command is told it; `children_cut`: there are more than those; `progress` is empty where no
+    iteration is open."""
 
     run: ListedRun
+    typed: str
     config: list[ConfigRow]
     manifest: dict[str, Any]
     progress: dict[str, Any]

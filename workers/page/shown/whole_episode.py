@@ -1,6 +1,5 @@
 """One episode as the page shows it first: its row, its task, some of its turns, what it earned, and what became of it."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,10 +7,10 @@ from agentrl.workers.page.shown.credit_answers import Reader, explain_episode, f
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_texts
 from agentrl.workers.page.shown.shown_messages import MOST_MESSAGES, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workers.page.shown.whole_run import typed_run
 from agentrl.workflow.analysis.fate_sentences import fate_sentence
 from agentrl.workflow.analysis.token_strip import place_chains
 from agentrl.workflow.chains import reasons_not_to_train
-from agentrl.workflow.config import NAME_PATTERN
 from agentrl.workflow.store.reads.episode_relations import (
     load_agent,
     load_beside,
@@ -178,21 +177,16 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
     return found
 
 
-def _typed_run(number: int, name: str) -> str:
-    """The run as a person types it: by its name; by its number, if in a strange store no shell should read that name."""
-    return name if re.fullmatch(NAME_PATTERN, name) else str(number)
-
-
 def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
     """What a person may type of the episode; null: it cannot be done."""
-    name, agent = _typed_run(run["id"], row.run), bool(run["config"].get("agent"))
+    name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)
     update = reader.update
     whatif = None
     if update is not None and reader.run["kind"] == "train":
         algorithm = "rloo" if (run["config"].get("algorithm") or {}).get("name") != "rloo" else "grpo"
-        of = _typed_run(reader.run["id"], reader.run["name"])
+        of = typed_run(reader.run["id"], reader.run["name"])
         whatif = f"agentrl whatif {of} --iteration {update['iteration']} --algorithm {algorithm}"
     return {
         "replay": f"agentrl replay {row.id}",

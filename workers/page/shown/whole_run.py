@@ -1,5 +1,6 @@
 """Runs as the page shows them: in a list, and one with all that is shown of it first."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from agentrl.workers.page.shown.config_rows import list_config
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
 from agentrl.workers.page.shown.within import Within
+from agentrl.workflow.config import NAME_PATTERN
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
@@ -27,6 +29,12 @@ def list_shown_runs(db: Within, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
+def typed_run(number: int, name: str) -> str:
+    """The run as a person types it: by its name, since a command takes a number for a name first; by its number, if in a
+    strange store no shell should read that name."""
+    return name if re.fullmatch(NAME_PATTERN, name) else str(number)
+
+
 def load_run(db: Within, run: int) -> dict[str, Any]:
     """The run of that number, as `/api/runs/{run}` answers it.
 
@@ -39,6 +47,7 @@ def load_run(db: Within, run: int) -> dict[str, Any]:
     work = (asdict(each) for each in list_open_work(db) if each.run == name) if shown["status"] == "running" else ()
     return {
         "run": shown,
+        "typed": typed_run(run, name),
         "config": list_config(run_details.find_config(db, run)),
         "manifest": run_details.load_manifest(db.tx, run),
         "progress": run_rows.count_progress(db, name),

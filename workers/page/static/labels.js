@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { exported } from "./data.js";
 import { visible } from "./format.js";
-import { Command, Fold, Link, runWord, When } from "./ui.js";
+import { Command, Fold, Link, When } from "./ui.js";
 import { act, useActions } from "./actions.js";
 
 const NOTHING_NEW = { tags: {}, notes: [] };
@@ -32,7 +32,7 @@ export function Labels({ run, told }) {
     ${!exported() && html`<${Fold} summary="label">
       ${can
         ? html`<div class="row"><input aria-label="tag or note" value=${text} disabled=${Boolean(saving)} onInput=${(event) => setText(event.currentTarget.value)} />${button("tag")}${button("note")}</div>`
-        : html`<div class="commands"><${Command} line=${`agentrl tag ${runWord(told.run)} good`} /><${Command} line=${`agentrl note ${runWord(told.run)} "why it is"`} /></div>`}
+        : html`<div class="commands"><${Command} line=${`agentrl tag ${told.typed} good`} /><${Command} line=${`agentrl note ${told.typed} "why it is"`} /></div>`}
     <//>`}
     ${problem && html`<p class="bad" role="status">${visible(problem)}</p>`}
     ${notes.length > 0 && html`<div class="notes">${notes.map((note) => html`<p key=${note.id} class="note"><${When} at=${note.created_at} /> ${visible(note.text)}</p>`)}</div>`}`;

@@ -15,7 +15,7 @@ import { PromptsView } from "./prompts.js";
 import { go, href, readRoute, useChoice } from "./route.js";
 import { Connection, ShortName } from "./runs.js";
 import { TasksView } from "./tasks.js";
-import { Asked, Badge, Command, Fold, Link, More, openable, Problem, runWord, Table, Tabs, useData, useMore, When } from "./ui.js";
+import { Asked, Badge, Command, Fold, Link, More, openable, Problem, Table, Tabs, useData, useMore, When } from "./ui.js";
 
 const MOST_FRESH = 5000;
 const FEW_ITERATIONS = 100;
@@ -127,7 +127,7 @@ function RunTab({ tab, run, told, live, row, events }) {
 }
 
 function RunFacts({ row, told }) {
-  const word = runWord(row);
+  const word = told.typed;
   const since = row.status === "running" && row.started_at ? (Date.now() - Date.parse(row.started_at)) / 1000 : null;
   const left = since && row.iterations_done ? ((row.iterations - row.iterations_done) * since) / row.iterations_done : null;
   return html`<dl class="facts">

@@ -10,7 +10,6 @@ const kept = new Map();
 const MOST_KEPT = 60;
 const PAPER_WIDTH = 700;
 const PAPER_COLUMN = 325;
-const RUN_NAME = /^[a-z0-9][a-z0-9._-]{0,63}$/;
 
 /** What is asked: {data, error, loading}. While `version` changes the last answer stays; after a failure it is asked again. */
 export function useData(asked, version = 0, how = ask) {
@@ -77,11 +76,6 @@ function askedAt([kind, id, what, part]) {
   if (kind === "compare" || kind === "sql") return path(kind);
   if (kind !== "run") return path("store");
   return path(part === undefined ? `runs/${id}` : `runs/${id}/${what}s/${part}`);
-}
-
-/** How a command is told a run: by its name where that is one of agentrl's, else by its number; a number is taken for a name first. */
-export function runWord({ id, run }) {
-  return RUN_NAME.test(run) ? run : String(id);
 }
 
 /** Tabs whose choice stands in the address. */

@@ -46,11 +46,7 @@ def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -
 
 
 def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
-    ids = [row["id"] for row in rows]
-    rewards = {row["id"]: row["reward"] for row in rows}
-    if reward_set != "default":
-        earned = load_earned(tx, rows, reward_set)
-        rewards = {id: sum(earned[id].values()) if id in earned else None for id in ids}
+    rewards = load_rewards_in(tx, rows, reward_set)
     tokens = _count_tokens(tx, rows)
     return [Member(row, rewards[row["id"]], tokens.get(row["id"], 0)) for row in rows]
 
@@ -67,6 +63,14 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
             GROUP BY e.id"""
         found |= {row["id"]: row["tokens"] for row in select_rows(tx, query)}
     return found
+
+
+def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, float | None]:
+    """Episode -> its reward in the set; None without one. `default`'s are on the rows."""
+    if reward_set == "default":
+        return {row["id"]: row["reward"] for row in rows}
+    earned = load_earned(tx, rows, reward_set)
+    return {row["id"]: sum(earned[row["id"]].values()) if row["id"] in earned else None for row in rows}
 
 
 def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict[int, float]]:

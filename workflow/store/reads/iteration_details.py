@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.driver_reader import among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.credit_rows import load_earned
+from agentrl.workflow.store.reads.credit_rows import load_rewards_in
 from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -90,15 +91,13 @@ def _score_again(
 ) -> None:
     """Gives groups, and their episodes, the rewards of the set that the run trains on in place of those of `default`."""
     rows = [{**row, "run_id": group["run_id"]} for group in groups for row in episodes.get(group["id"], ())]
-    earned = load_earned(tx, rows, reward_set)
+    rewards = load_rewards_in(tx, rows, reward_set)
     for group in groups:
         mine = episodes.get(group["id"], ())
         for row in mine:
-            row["reward"] = sum(earned[row["id"]].values()) if row["id"] in earned else None
+            row["reward"] = rewards[row["id"]]
         known = [row["reward"] for row in mine if row["reward"] is not None and row["status"] == "done"]
-        mean = sum(known) / len(known) if known else None
-        group["mean_reward"] = mean
-        group["std_reward"] = (sum((each - mean) ** 2 for each in known) / (len(known) - 1)) ** 0.5 if len(known) > 1 else None
+        group["mean_reward"], group["std_reward"] = mean_and_deviation(known)
 
 
 _ADVANTAGE = """
