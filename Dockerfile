@@ -25,11 +25,8 @@ COPY agentrl/__init__.py agentrl/
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '.[server]'
 COPY LICENSE ./
 COPY agentrl agentrl
-COPY workflow workflow
-COPY workers workers
-COPY cli cli
-COPY migrations migrations
-RUN pip install --no-deps --force-reinstall .
+RUN pip install --no-deps --force-reinstall . \
+    && for name in workflow workers cli migrations; do ln -s agentrl/$name $name; done
 
 USER agentrl
 WORKDIR /data

@@ -1,16 +1,15 @@
 """agentrl: reinforcement learning for tool-calling language models, over a trajectory database that forgets nothing.
 
-Its packages lie at the top of the checkout and are linked here, so that each has one name wherever it is installed:
-`agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands), `agentrl.migrations`.
+Its packages are `agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands) and
+`agentrl.migrations`. A checkout has a link to each at its top.
 
 What is public and stable is in `__all__`, and is loaded when it is first used: the import itself costs nothing.
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl import elsewhere, old_names
+from agentrl import checkout_links, elsewhere
 
 if TYPE_CHECKING:
     from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
     from agentrl.workflow.spans import Span
     from agentrl.workflow.tools import Tool
     from agentrl.workflow.trajectory import Episode, Message, Rollout, Step, Task, ToolCall
-
-if not (Path(__file__).parent / "workflow").is_dir():
-    raise ImportError(
-        "agentrl/workflow should be a link to a folder and is a text file: clone anew with `git clone -c core.symlinks=true`, "
-        "or install a wheel of agentrl."
-    )
 
 __version__ = "0.1.0"
 
@@ -119,7 +112,7 @@ _PLACES = {
 }
 """Where what is public is made."""
 
-old_names.install()
+checkout_links.install()
 elsewhere.install()
 
 

@@ -1,26 +1,9 @@
-"""Modules under the names that they had before they stood in rooms: `workflow.losses` is `agentrl.workflow.training.losses`.
-
-What a person wrote against the old names goes on working for one release: an import of one gives the module itself, under its
-one name, and warns. The code of rewards is hashed as it was spelled with them, so that no stored run's code has changed.
-"""
+"""Our modules as they were spelled before they moved into folders: stored hashes of reward code are taken from that source."""
 
 import re
-import sys
-import warnings
-from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 PACKAGE = "workflow"
-_FOLDERS = ("workflow", "workers", "cli", "migrations")
-"""What lies at the top of a checkout, and must be taken for nobody's own packages of such names."""
-
 _ROOMS = {
     "chat": "chat=rendering probing=template_probe stops=stop_strings templates turns=parsing",
     "": "calls=call_json engine=engines",
@@ -70,88 +53,6 @@ _OLD = {
     for old, _, new in (module.partition("=") for module in modules.split())
 }
 _NEW = {new: old for old, new in _OLD.items()}
-
-
-def new_name(name: str) -> str:
-    """Where the module `workflow.NAME` is now."""
-    rest = name.removeprefix(PACKAGE).removeprefix(".")
-    return ".".join(filter(None, (f"agentrl.{PACKAGE}", _OLD.get(rest, rest))))
-
-
-def now(loaded: str) -> str:
-    """The one name of a module that was imported, by whichever name."""
-    module = sys.modules[loaded]
-    return new_name(loaded) if isinstance(module, _Package) else module.__name__
-
-
-class _Package(ModuleType):
-    """A package under its old name: what is below it has old names too, everything else is the package's."""
-
-    __all__: list[str]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if f"{self.__name__}.{name}".removeprefix(f"{PACKAGE}.") in _OLD:  # some have a room's name by now
-            return import_module(f"{self.__name__}.{name}")
-        return getattr(sys.modules[new_name(self.__name__)], name)
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Finds `workflow` and what is below it, unless a person has a package of that name: then, and for others, theirs."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        root = fullname.partition(".")[0]
-        if root not in _FOLDERS:
-            return None
-        if fullname == root:
-            theirs = _find_theirs(root)
-            if root != PACKAGE or (theirs and theirs.origin):
-                return theirs
-            spec = ModuleSpec(root, self, is_package=True)
-            if theirs and theirs.submodule_search_locations:  # of a folder without an `__init__.py`, which hides nothing
-                spec.submodule_search_locations = [*theirs.submodule_search_locations]
-            return spec
-        if not isinstance(sys.modules[root], _Package):
-            return None
-        real = find_spec(new_name(fullname))
-        return ModuleSpec(fullname, self, is_package=real.submodule_search_locations is not None) if real else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None if spec.submodule_search_locations is None else _Package(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        real = import_module(new_name(module.__name__))
-        if module.__name__ != PACKAGE:
-            said = f"{module.__name__} is {real.__name__} by now; the old name goes with the next release."
-            warnings.warn(said, FutureWarning, stacklevel=2)
-        if isinstance(module, _Package):
-            module.__all__ = [name for name in vars(real) if not name.startswith("_")]
-        else:
-            sys.modules[module.__name__] = real  # one module, whatever it is called
-
-
-def _find_theirs(root: str) -> ModuleSpec | None:
-    """A person's own package of that name, wherever Python finds it."""
-    places = [place for place in sys.path if isinstance(place, str) and not _is_ours(Path(place, root))]
-    for finder in sys.meta_path:
-        if not isinstance(finder, _Finder) and (found := finder.find_spec(root, places if finder is PathFinder else None)):
-            return found
-    return None
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether it is a folder of a checkout, this one or another, in which `agentrl` has a link to it."""
-    try:
-        return folder.samefile(folder.resolve().parent / "agentrl" / folder.name)
-    except OSError:
-        return False
-
-
-def install() -> None:
-    """From now on the old names can be imported."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
 
 
 @lru_cache(maxsize=128)

@@ -74,7 +74,7 @@ def test_a_look_with_a_broker_that_is_named_makes_no_database_either(fresh: Path
 def sentences() -> Iterator[tuple[str, str]]:
     """Every text of the program, and where it stands; what is put into it is `X`."""
     for package in ("cli", "workers", "workflow"):
-        for file in sorted((REPOSITORY / package).rglob("*.py")):
+        for file in sorted((REPOSITORY / "agentrl" / package).rglob("*.py")):
             tree = ast.parse(file.read_text())
             inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
             for node in ast.walk(tree):

@@ -4,7 +4,7 @@ import gzip
 import re
 from pathlib import Path
 
-STATIC = Path(__file__).parents[2] / "workers/page/static"
+STATIC = Path(__file__).parents[2] / "agentrl/workers/page/static"
 OWN = sorted(STATIC.glob("*.js"))
 TOP_LEVEL = re.compile(r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", re.MULTILINE)
 IMPORT = re.compile(r'^import (?:\w+|\{ [\w, ]+ \}) from "\./((?:vendor/)?\w+\.js)";$')

@@ -1,4 +1,4 @@
-"""Modules: each is loaded under one name, has a name of its own, and can be had by its old one for one release."""
+"""Modules: each has one file name, and is loaded once, through the links at the top of a checkout too."""
 
 import os
 import subprocess
@@ -9,16 +9,16 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 
-from agentrl import old_names
+from agentrl.checkout_links import LINKS
 from agentrl.workflow.envs import scoring_hash
 from agentrl.workflow.plugins import KINDS, find, names
 from agentrl.workflow.rewards import code_hash
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("agentrl", "workflow", "workers", "cli")
+PRODUCT = ROOT / "agentrl"
 
 EVERYTHING = """
-import importlib, pkgutil, sys, warnings
+import importlib, pkgutil, sys
 from collections import Counter
 import agentrl
 OPTIONAL = ("trl_trainer", "tool_server", "__main__", "keeper")
@@ -27,14 +27,14 @@ for package in ("workflow", "workers", "cli"):
     for module in pkgutil.walk_packages(folder.__path__, folder.__name__ + "."):
         if not module.name.endswith(OPTIONAL):
             importlib.import_module(module.name)
-warnings.simplefilter("ignore")
-import workflow.losses, workflow.store.serving, workflow.rewards.length
+import workflow.training.losses, workflow.store.control_reads, workflow.rewards.length, workers.jobs.rollout_job
+import cli, migrations
 from pathlib import Path
 modules = {id(module): module for module in sys.modules.values() if getattr(getattr(module, "__spec__", None), "origin", None)}
 files = Counter(module.__spec__.origin for module in modules.values())
 twice = Counter(str(Path(file).resolve()) for file in files.elements() if file.endswith(".py"))
 print([file for file, number in twice.items() if number > 1 and "site-packages" not in file and "/lib/python" not in file])
-print(workflow.losses.__name__, len([name for name in sys.modules if name.startswith("agentrl.")]) > 300)
+print(workflow.training.losses.__name__, len([name for name in sys.modules if name.startswith("agentrl.")]) > 300)
 """
 
 BEFORE = {
@@ -66,125 +66,86 @@ BEFORE = {
 """Hashes of what scores, weight 1 or the env's own, as the commit before the rooms computed them."""
 
 
-BEFORE_BY_PATH = "41724d62f4b1280a4f8a1fe4aa9b2d2b"
-
-
 @pytest.mark.slow
-def test_every_module_is_loaded_under_one_name_the_old_names_included() -> None:
-    done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\nagentrl.workflow.training.losses True\n"
+def test_each_module_is_loaded_once() -> None:
+    done = run_in(ROOT, EVERYTHING)
+    assert (done.stdout, done.stderr) == ("[]\nagentrl.workflow.training.losses True\n", "")
 
 
-@pytest.mark.parametrize("package", ["workflow", "workers", "cli", "migrations"])
-def test_our_folders_are_imported_by_no_name_but_agentrls(package: str) -> None:
-    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith(f"ImportError: Import agentrl.{package}: each module has one name.\n")
+@pytest.mark.parametrize("first", ["import agentrl", "import sys"])
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_is_the_package(link: str, first: str) -> None:
+    done = run_in(ROOT, f"{first}; import {link}, agentrl.{link}; print({link} is agentrl.{link}, {link}.__spec__.name)")
+    assert (done.stdout, done.stderr) == (f"True agentrl.{link}\n", "")
 
 
-def test_no_basename_stands_twice_outside_of_plugins() -> None:
-    plugins = {ROOT / "workflow" / kind for kind in KINDS}
-    files = [file for top in PRODUCT for file in (ROOT / top).rglob("*.py") if not file.relative_to(ROOT).parent.is_symlink()]
-    own = {file.resolve() for file in files if file.parent not in plugins}
-    count = Counter(file.name for file in own if not file.name.startswith("__"))
+def test_a_module_below_a_link_is_the_packages() -> None:
+    code = "from workflow.plugins import find; import workflow.plugins, agentrl.workflow.plugins as plugins\n"
+    code += "reward = find('rewards', 'workflow.rewards.numeric_answer:numeric_answer')\n"
+    code += "print(workflow.plugins is plugins, plugins.__spec__.name, reward is find('rewards', 'numeric_answer'))\n"
+    code += "import workflow.nothing"
+    done = run_in(ROOT, code)
+    assert done.stdout == "True agentrl.workflow.plugins True\n"
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'workflow.nothing'\n")
+
+
+def test_the_links_lead_into_the_package() -> None:
+    """What a person reads, breaks at and edits in `workflow/` is what runs."""
+    assert {link: (ROOT / link).resolve() for link in LINKS} == {link: PRODUCT / link for link in LINKS}
+    links = [file for file in PRODUCT.rglob("*") if file.is_symlink()]
+    assert links == []
+
+
+def test_module_file_names_are_unique_outside_of_plugins() -> None:
+    plugins = {PRODUCT / "workflow" / kind for kind in KINDS}
+    count = Counter(
+        file.name for file in PRODUCT.rglob("*.py") if file.parent not in plugins and not file.name.startswith("__")
+    )
     assert [name for name, number in count.items() if number > 1] == []
 
 
-@pytest.mark.slow
-def test_a_module_of_before_is_the_module_of_now_and_warns() -> None:
-    code = "import agentrl; from workflow.engine import Engine; from agentrl.workflow.engines import Engine as Now\n"
-    code += (
-        "from workflow import advantages, chat; from workflow.store import serving; from agentrl.workflow import chat as room\n"
-    )
-    code += "print(Engine is Now, advantages.__name__, chat.__name__, serving.__name__, room.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = ("training.advantages", "chat.rendering", "store.control_reads", "chat")
-    assert done.stdout.split() == ["True", *(f"agentrl.workflow.{name}" for name in found)]
-    said = "FutureWarning: workflow.engine is agentrl.workflow.engines by now; the old name goes with the next release."
-    assert f"<string>:1: {said}" in done.stderr
-
-
-def test_a_path_to_a_plugin_with_an_old_name_leads_to_the_same_object_whose_code_hashes_as_before() -> None:
-    code = "from agentrl.workflow.plugins import find; from agentrl.workflow.rewards import code_hash\n"
-    code += "old = 'workflow.rewards.numeric_answer:numeric_answer'\n"
-    code += "print(find('rewards', old) is find('rewards', 'numeric_answer'), code_hash({old: 1.0}))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"True {BEFORE_BY_PATH}\n"
-
-
-@pytest.mark.parametrize("package", ["workflow", "workers", "cli", "migrations"])
-def test_a_persons_own_package_of_such_a_name_is_theirs(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize("package", LINKS)
+@pytest.mark.parametrize("files", [("__init__.py", "losses.py"), ("losses.py",)])
+def test_a_users_package_comes_before_a_link(tmp_path: Path, package: str, files: tuple[str, ...]) -> None:
     (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("")
-    (tmp_path / package / "losses.py").write_text("OWN = 'theirs'")
+    for file in files:
+        (tmp_path / package / file).write_text("OWN = 'theirs'")
     (tmp_path / "mine.py").write_text(f"from {package}.losses import OWN\n\ndef thing(): return OWN\n")
     code = "from agentrl.workflow.plugins import find; print(find('rewards', 'mine:thing')())"
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_in(tmp_path, code, "-P")
     assert (done.stdout, done.stderr) == ("theirs\n", "")
 
 
 def run_in(folder: Path, code: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *options, "-W", "ignore", "-c", code]
+    command = [sys.executable, *options, "-c", code]
     return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-OLD_AND_OWN = """
-import agentrl
-from workflow.losses import LossTerms
-from workflow.rewards import *
-print(LossTerms.__module__, judges_of.__module__)
-"""
+@pytest.mark.parametrize("how", ["symlink", "text"])
+def test_the_link_of_another_checkout_is_not_a_users_package(tmp_path: Path, how: str) -> None:
+    """A link is a text file where `core.symlinks` is false."""
+    (tmp_path / "agentrl" / "workflow").mkdir(parents=True)
+    (tmp_path / "agentrl" / "workflow" / "__init__.py").write_bytes((PRODUCT / "workflow" / "__init__.py").read_bytes())
+    if how == "symlink":
+        (tmp_path / "workflow").symlink_to("agentrl/workflow")
+    else:
+        (tmp_path / "workflow").write_text("agentrl/workflow")
+    code = (
+        f"import agentrl, sys; sys.path.insert(0, {str(tmp_path)!r}); import workflow.plugins; print(workflow.plugins.__name__)"
+    )
+    done = run_in(ROOT, code)
+    assert (done.stdout, done.stderr) == ("agentrl.workflow.plugins\n", "")
 
 
-@pytest.mark.slow
-def test_a_folder_of_files_that_is_no_package_hides_no_old_name(tmp_path: Path) -> None:
-    (tmp_path / "workflow").mkdir()
-    (tmp_path / "workflow" / "mine.py").write_text("OWN = 'theirs'")
-    done = run_in(tmp_path, OLD_AND_OWN + "from workflow.mine import OWN; print(OWN)")
-    assert (done.stdout, done.stderr) == ("agentrl.workflow.training.losses agentrl.workflow.rewards\ntheirs\n", "")
-
-
-@pytest.mark.slow
-def test_another_checkout_on_the_path_is_nobodys_own_package(tmp_path: Path) -> None:
-    (tmp_path / "agentrl").mkdir()
-    for package in ("workflow", "workers"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise ImportError('this is the other')")
-        (tmp_path / "agentrl" / package).symlink_to(f"../{package}")
-    done = run_in(ROOT, OLD_AND_OWN.replace("import agentrl", f"import agentrl, sys; sys.path.insert(0, {str(tmp_path)!r})"))
-    assert (done.stdout, done.stderr) == ("agentrl.workflow.training.losses agentrl.workflow.rewards\n", "")
-
-
-def test_a_persons_own_package_may_lie_beside_ours(tmp_path: Path) -> None:
-    """As in the site-packages of a wheel, where a package lies and no link."""
-    copytree(ROOT / "agentrl", tmp_path / "agentrl", ignore=ignore_patterns("__pycache__"))
+def test_a_users_package_may_lie_beside_an_installed_agentrl(tmp_path: Path) -> None:
+    copytree(PRODUCT, tmp_path / "agentrl", ignore=ignore_patterns("__pycache__"))
     (tmp_path / "workflow").mkdir()
     (tmp_path / "workflow" / "__init__.py").write_text("OWN = 'theirs'")
     done = run_in(tmp_path, "import agentrl, workflow; print(agentrl.__file__, workflow.OWN)", PYTHONPATH=str(tmp_path))
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'agentrl' / '__init__.py'} theirs\n", "")
 
 
-def test_a_checkout_whose_links_became_text_says_how_to_get_one_with_links(tmp_path: Path) -> None:
-    (tmp_path / "agentrl").mkdir()
-    for name in ("__init__.py", "elsewhere.py", "old_names.py"):
-        (tmp_path / "agentrl" / name).write_bytes((ROOT / "agentrl" / name).read_bytes())
-    (tmp_path / "agentrl" / "workflow").write_text("../workflow")
-    done = run_in(tmp_path, "import agentrl", PYTHONPATH=str(tmp_path))
-    assert "clone anew with `git clone -c core.symlinks=true`" in done.stderr.splitlines()[-1]
-
-
-def test_every_old_name_leads_somewhere() -> None:
-    missing = [new for old in old_names._OLD if not _file(new := old_names.new_name(f"workflow.{old}"))]
-    assert missing == []
-
-
 def test_a_move_changes_no_hash_of_what_scores() -> None:
     assert {name: code_hash({name: 1.0}) for name in names("rewards")} == BEFORE["rewards"]
     envs = {name: find("envs", name) for name in names("envs")}
     assert {name: scoring_hash(env, dict(env.rewards)) for name, env in envs.items()} == BEFORE["envs"]
-
-
-def _file(module: str) -> bool:
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()

@@ -4,5 +4,7 @@ Heavy modules are imported only when a command needs them, so that `--help` answ
 import torch.
 """
 
-if __name__ != "agentrl.cli":
-    raise ImportError("Import agentrl.cli: each module has one name.")
+from agentrl.checkout_links import alias
+
+if __name__ == "cli":  # imported through the link at the top of a checkout
+    alias(__name__)

@@ -3,5 +3,7 @@
 A job is: load, call the library, store. The database owns the truth; a message is only a wake-up.
 """
 
-if __name__ != "agentrl.workers":
-    raise ImportError("Import agentrl.workers: each module has one name.")
+from agentrl.checkout_links import alias
+
+if __name__ == "workers":  # imported through the link at the top of a checkout
+    alias(__name__)

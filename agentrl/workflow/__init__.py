@@ -2,8 +2,10 @@
 
 import os
 
-if __name__ != "agentrl.workflow":
-    raise ImportError("Import agentrl.workflow: each module has one name.")
+from agentrl.checkout_links import alias
+
+if __name__ == "workflow":  # imported through the link at the top of a checkout
+    alias(__name__)
 
 # Read when torch is loaded: threads that wait give their core away instead of spinning. With several processes on few cores
 # (a sampler, tools, a database) spinning made an optimizer step three times slower.

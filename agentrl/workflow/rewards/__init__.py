@@ -12,13 +12,13 @@ What it earns step by step is kept so (`rewards.step`), and an algorithm that cr
 import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
-from agentrl.old_names import now
 from agentrl.workflow.chains import as_read
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from agentrl.workflow.plugins import find, hashed_source
@@ -297,4 +297,4 @@ def _modules(name: str) -> tuple[str, ...]:
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
     places = (code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)
-    return tuple(dict.fromkeys(now(place) for place in places))
+    return tuple(dict.fromkeys(sys.modules[place].__name__ for place in places))
