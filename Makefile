@@ -44,20 +44,20 @@ test-slow: env .venv/.litellm
 
 # Every fault at every hit of every fault point, three experiments at a time: two hours or so, into build/faults.json.
 faults: env
-	$(BIN)/python -m tests.faults
+	$(BIN)/python -m bench.faults
 
 # The same run left alone and struck some 30 times, in four modes: about half an hour, into build/disturbed.json.
 disturbed: env
-	$(BIN)/python -m tests.faults.disturbed
+	$(BIN)/python -m bench.faults.disturbed
 
 # The same of a run whose agents call the endpoint: some minutes, into build/disturbed_agents.json.
 disturbed-agents: env
-	$(BIN)/python -m tests.faults.agent_kills
+	$(BIN)/python -m bench.faults.agent_kills
 
 # Every algorithm on arithmetic, 96 iterations with 3 seeds each: an hour or two, into build/learn.json, .md and .svg; what is
 # there already is not run again. `make learn only=grpo,ppo seeds=0 jobs=1` runs those.
 learn: .venv/.learn
-	$(BIN)/python -m tests.learning.learn_algorithms $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
+	$(BIN)/python -m bench.learning.learn_algorithms $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 .venv/.learn: .venv/.stamp
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,learn]'
@@ -66,17 +66,17 @@ learn: .venv/.learn
 # The built-in loop and the openai SDK's agent on arithmetic with 3 seeds each, agents on other libraries with one: an hour or
 # two, into build/learn_agent.json and .md; what is there already is not run again. `make learn-agent only=openai seeds=0`.
 learn-agent: env
-	$(BIN)/python -m tests.learning.learn_agents $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
+	$(BIN)/python -m bench.learning.learn_agents $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 # The tiny model learns to program, through the tools queue, the sandbox and a kill -9 of the tools worker: a warm start, 48
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.
 learn-code: env
-	$(BIN)/python -m tests.learning.learn_code
+	$(BIN)/python -m bench.learning.learn_code
 
 # Prompts learn by a critic that reads, and not by one that is blind: apo and gepa, five seeds each: some minutes, into
 # build/learn_prompts.json and .md.
 learn-prompts: env
-	$(BIN)/python -m tests.learning.learn_prompts
+	$(BIN)/python -m bench.learning.learn_prompts
 
 # What `agentrl ui --demo` shows: real runs of a tiny model, packed into workers/page/demo_data: three minutes or so.
 demo: env
@@ -88,7 +88,7 @@ pictures: env
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench
-	$(BIN)/python -m tests.benchmarks $(only)
+	$(BIN)/python -m bench.performance $(only)
 
 .venv/.bench: .venv/.stamp
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,bench]'
@@ -98,14 +98,14 @@ bench: .venv/.bench
 # It needs no environment of ours, and runs as a plain line too, which `make gpu-wheels` prints. Without a GPU: its CPU half.
 OUT ?= build/gpu
 gpu-check:
-	$(or $(python),python3) -m tests.gpu $(only) --out $(OUT) --wheels $(WHEELS)
+	$(or $(python),python3) -m bench.gpu $(only) --out $(OUT) --wheels $(WHEELS)
 
 # What such a machine may lack, as wheels for its Python in a folder to take along, the most needed first: 47 MiB.
 WHEELS ?= build/gpu-wheels
 LIMIT ?= 55
 TARGET ?= 3.12
 gpu-wheels: env
-	$(BIN)/python -m tests.gpu.wheels --folder $(WHEELS) --limit $(LIMIT) --target $(TARGET)
+	$(BIN)/python -m bench.gpu.wheels --folder $(WHEELS) --limit $(LIMIT) --target $(TARGET)
 
 lint: env
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from agentrl.workflow.store.migrate import open_database, upgrade
 from agentrl.workflow.tools.python import sandbox
 
 if TYPE_CHECKING:
-    from tests.faults.fork_server import Nursery
+    from bench.faults.fork_server import Nursery
 
 # Where bytecode is not kept, as in many a container, each of the processes that tests start compiles whatever it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -112,7 +112,7 @@ def sqlite(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
 @pytest.fixture(scope="session")
 def forks() -> Iterator["Nursery"]:
     """Who forks workers and commands, for all tests."""
-    from tests.faults.fork_server import nursery
+    from bench.faults.fork_server import nursery
 
     with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, nursery(Path(folder)) as made:
         yield made
@@ -120,9 +120,9 @@ def forks() -> Iterator["Nursery"]:
 
 @pytest.fixture(scope="session")
 def world_model(forks: "Nursery") -> Path:
-    """The model of `tests.faults.world`: it has learned to make both calls."""
+    """The model of `bench.faults.world`: it has learned to make both calls."""
     folder = forks.folder / "model"
-    made = forks.start("tests.faults.world:make_model", str(folder))
+    made = forks.start("bench.faults.world:make_model", str(folder))
     assert made.end() == 0, made.log.read_text()
     return folder
 

@@ -23,8 +23,8 @@ from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import commit_sampled
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
+from bench.faults.fork_server import Nursery
 from tests.conftest import forget_process
-from tests.faults.fork_server import Nursery
 from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import altered, claim, finish, start, submission, value, values
 from tests.support.played_runs import sampled as sampled_step

@@ -9,7 +9,7 @@ import pytest
 from agentrl.workflow.chat.templates import source_of
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.store.reads import episode_rows
-from tests.faults.fork_server import Nursery
+from bench.faults.fork_server import Nursery
 from tests.support.chat_families import FAMILIES
 from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import value, values

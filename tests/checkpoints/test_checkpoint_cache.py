@@ -20,7 +20,7 @@ from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConfigErr
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
-from tests.faults.cluster import small_disk
+from bench.faults.cluster import small_disk
 from tests.support.network_machines import BUCKET, S3, s3_server
 
 NAME = "v00001.t1.0123abcd"

@@ -25,8 +25,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.train_claims import IterationWork
+from bench.faults.cluster import small_disk
 from tests.conftest import forget_process
-from tests.faults.cluster import small_disk
 from tests.support.forked_stack import ForkedStack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate

@@ -71,7 +71,7 @@ def parts(stack: Stack, run: str) -> dict[str, float]:
         "tests.clients.agents:streaming",
         "tests.clients.agents:streaming_helper",
         "tests.clients.agents:pydantic_ai",
-        "tests.learning.langgraph_agent:solve",
+        "bench.learning.langgraph_agent:solve",
     ],
 )
 def test_an_agent_with_tools_of_its_own_is_recorded_turn_by_turn(stack: Stack, model: Path, agent: str) -> None:

@@ -1,4 +1,4 @@
-"""Whatever process dies at whatever point, the run ends as if nothing had happened: see `tests.faults`.
+"""Whatever process dies at whatever point, the run ends as if nothing had happened: see `bench.faults`.
 
 `make faults` tries every hit of every point; here are the first, a middle and the last.
 """
@@ -131,7 +131,7 @@ def test_a_fault_at_the_first_a_middle_and_the_last_hit_of_every_point_changes_n
     if broker.find_server(Settings(home=tmp_path)) is None:
         missing("a Redis server")
     answer = tmp_path / "faults.json"
-    command = [sys.executable, "-m", "tests.faults", "--sample", "--json", str(answer)]
+    command = [sys.executable, "-m", "bench.faults", "--sample", "--json", str(answer)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.exists(), done.stdout + done.stderr
     rows = json.loads(answer.read_text())

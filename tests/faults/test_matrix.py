@@ -49,11 +49,11 @@ from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.store import planning
-from tests.faults import world
-from tests.faults.cluster import ROLES, Crew, fill, small_disk
-from tests.faults.cluster import crew as crew
-from tests.faults.fault_plugins import Harmful
-from tests.faults.fork_server import Nursery
+from bench.faults import world
+from bench.faults.cluster import ROLES, Crew, fill, small_disk
+from bench.faults.cluster import crew as crew
+from bench.faults.fault_plugins import Harmful
+from bench.faults.fork_server import Nursery
 from tests.support.gate import arrivals, at_gate, open_gate
 from tests.support.own_postgres import own_postgres
 
@@ -64,7 +64,7 @@ HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
 
 def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
     """A run whose rollouts are at work and stay so until the tools' gate is open."""
-    crew.submit(env="tests.faults.fault_plugins:held", **changes)
+    crew.submit(env="bench.faults.fault_plugins:held", **changes)
     asked = "SELECT count(*) FROM tool_calls WHERE result IS NULL"
 
     def at_work() -> bool:
@@ -85,7 +85,7 @@ def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with
         "control": "SELECT count(*) FROM service_leases",
     }
     workers = crew.fork_all()
-    crew.submit(env="tests.faults.fault_plugins:held", algorithm__name="tests.support.gate:held_update")
+    crew.submit(env="bench.faults.fault_plugins:held", algorithm__name="tests.support.gate:held_update")
     for role in ("control", "rollout", "tools", "train"):
         if role == "train":
             open_gate(crew.home, "tool")
@@ -127,8 +127,8 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
     """The control loop, which sends again too, has long leases to wait for."""
     patient = {"AGENTRL_LEASE_SECONDS": "60"}
     for role in ROLES:
-        crew.start("tests.faults.fault_plugins:impatient", [role], name=role, **patient)
-    crew.submit(env="tests.faults.fault_plugins:again")
+        crew.start("bench.faults.fault_plugins:impatient", [role], name=role, **patient)
+    crew.submit(env="bench.faults.fault_plugins:again")
     crew.assert_whole()
     claims = (crew.folder / "hits" / "claim_group.before").stat().st_size
     assert claims > world.ITERATIONS * world.GROUPS, "no message came again"
@@ -163,7 +163,7 @@ def test_a_full_disk_under_the_database_holds_the_run_up_until_there_is_room(cre
         shutil.move(crew.home / "agentrl.db", disk / "agentrl.db")
         (crew.home / "agentrl.db").symlink_to(disk / "agentrl.db")
         workers = crew.fork_all()
-        crew.submit(hooks=("tests.faults.world:Chance", "tests.support.gate:AtSecondTurn"))
+        crew.submit(hooks=("bench.faults.world:Chance", "tests.support.gate:AtSecondTurn"))
         crew.wait(lambda: at_gate(crew.home, "rollout"), "the first results")
         ballast = fill(disk)
         kept = crew.rows("SELECT step_id, sampled_ids FROM step_tokens")
@@ -198,7 +198,7 @@ def test_a_full_disk_under_the_checkpoints_fails_the_run_with_the_reason_and_it_
 
 def test_updates_that_are_no_numbers_are_counted_and_the_last_ones_fail_the_run_too(crew: Crew) -> None:
     crew.fork_all()
-    crew.submit(algorithm__name="tests.faults.fault_plugins:nan_loss", update__max_bad_updates=world.ITERATIONS)
+    crew.submit(algorithm__name="bench.faults.fault_plugins:nan_loss", update__max_bad_updates=world.ITERATIONS)
     crew.wait_for(status="failed")
     assert crew.reason() == "3 updates in a row were skipped: the loss is nan and the gradient's norm is nan"
     assert crew.count("SELECT count(*) FROM policies WHERE kind = 'alias'") == world.ITERATIONS
@@ -221,7 +221,7 @@ def test_a_model_that_says_nan_is_no_reward_of_0_but_stops_the_run(crew: Crew, t
 
 def test_a_tool_that_hangs_is_told_to_the_model_and_keeps_nobody_from_stopping(crew: Crew) -> None:
     crew.fork_all()
-    crew.submit(env="tests.faults.fault_plugins:hanging")
+    crew.submit(env="bench.faults.fault_plugins:hanging")
     crew.assert_whole()
     heard = crew.rows("SELECT DISTINCT result, error_class FROM tool_calls WHERE tool = 'plus'")
     assert ("plus took longer than 0.5 s", "timeout") in heard
@@ -233,7 +233,7 @@ def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> N
     for role in ("rollout", "tools", "control"):
         crew.fork(role)
     for number in "12":
-        crew.start("tests.faults.fork_server:serve", ["train"], name=f"train{number}", **asleep)
+        crew.start("bench.faults.fork_server:serve", ["train"], name=f"train{number}", **asleep)
     crew.submit()
     crew.wait(lambda: crew.asleep() is not None, "a trainer falling asleep")
     zombie = crew.asleep()
@@ -247,12 +247,12 @@ def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> N
 
 def test_where_the_gpu_is_full_smaller_microbatches_go_on_and_else_the_run_says_what_to_lower(crew: Crew) -> None:
     crew.fork_all()
-    crew.submit(algorithm__name="tests.faults.fault_plugins:full_loss", name="nothing")
+    crew.submit(algorithm__name="bench.faults.fault_plugins:full_loss", name="nothing")
     crew.wait_for("nothing", "failed")
     assert "InfraError: Memory does not suffice for one row of" in crew.reason()
     assert "Set update.gradient_checkpointing=true or model.load_in_4bit=true," in crew.reason()
     assert crew.count("SELECT count(*) FROM events WHERE kind = 'update_failed'") == 3
-    crew.submit(algorithm__name="tests.faults.fault_plugins:greedy_loss", name="little")
+    crew.submit(algorithm__name="bench.faults.fault_plugins:greedy_loss", name="little")
     crew.wait_for("little")
     taught = crew.count("SELECT count(*) FROM consumptions WHERE advantage <> 0")  # an episode here is a row
     assert len((crew.home / "rows").read_text()) == taught > 0
@@ -281,7 +281,7 @@ def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_
 
 def test_twenty_who_submit_one_name_at_once_make_one_run(crew: Crew) -> None:
     asked = [
-        crew.start("tests.faults.fault_plugins:submit", str(crew.model), {}, name=f"submit{number}") for number in range(20)
+        crew.start("bench.faults.fault_plugins:submit", str(crew.model), {}, name=f"submit{number}") for number in range(20)
     ]
     assert [child.end() for child in asked] == [0] * 20, crew.logs()
     assert crew.rows("SELECT name FROM runs") == {(world.RUN,)}

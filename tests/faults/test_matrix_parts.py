@@ -48,8 +48,8 @@ from agentrl.workflow.store.lost_workers import OOM_HINT
 from agentrl.workflow.store.reads import event_rows
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.training.trainer import Trainer
+from bench.faults.fault_plugins import Harmful
 from tests.conftest import forbidden
-from tests.faults.fault_plugins import Harmful
 from tests.support.malformed import HUGE, MALFORMED, tag
 from tests.support.own_postgres import Server, own_postgres
 from tests.support.played_runs import EXPIRED, LEASE, claim, claim_training, play, start, submission, values
@@ -345,7 +345,7 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_said_to_be_so(database: Da
         claim(database, group, lease=EXPIRED)
     environment = {**os.environ, "AGENTRL_DATABASE_URL": database.url.render_as_string(hide_password=False)}
     with memory_cgroup() as cgroup:
-        command = [sys.executable, "-m", "tests.faults.oom_victim", str(cgroup), str(group)]
+        command = [sys.executable, "-m", "bench.faults.oom_victim", str(cgroup), str(group)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert rollout_claims.claim_group(database, group, "next", LEASE) is None

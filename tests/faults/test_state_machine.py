@@ -44,7 +44,7 @@ from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import TERMINAL, Episode
-from tests.faults.invariants import GIVE_UP, check_complete, check_promises, dump
+from bench.faults.invariants import GIVE_UP, check_complete, check_promises, dump
 from tests.support.played_runs import CALL, answered, step, submission, update_of, value
 
 LEASE = 30.0

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.store.reads import event_rows, run_rows
-from tests.faults.fork_server import Nursery
+from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import ForkedStack
 from tests.support.model_server import kept_port, served
 from tests.support.real_stack import SMALL

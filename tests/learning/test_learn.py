@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.learning.curves import WINDOW, Curve, crossing, failures, load, remark, save, summed_up, table
-from tests.learning.learn_algorithms import RECIPES, typed
+from bench.learning.curves import WINDOW, Curve, crossing, failures, load, remark, save, summed_up, table
+from bench.learning.learn_algorithms import RECIPES, typed
 
 
 def climbing(algorithm: str, seed: int = 0, *, at: int = 40, end: float = 0.95, iterations: int = 96) -> Curve:

@@ -15,7 +15,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.store import run_names
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import PolicyRef
-from tests.faults.cluster import small_disk
+from bench.faults.cluster import small_disk
 from tests.support.published import published
 from tests.support.small_models import quantised, tiny_random
 from tests.support.typed import agentrl

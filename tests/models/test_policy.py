@@ -23,7 +23,7 @@ from agentrl.workflow.models.lookup import base_hash, model_folder, resolve_mode
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
-from tests.benchmarks.models import HALF_BILLION
+from bench.performance.models import HALF_BILLION
 from tests.support.numerics import DEVICE, asked
 from tests.support.small_models import quantised, tiny_random
 

@@ -13,7 +13,7 @@ from agentrl.workflow.store.reads import series
 from agentrl.workflow.store.reads.series import ROWS, WINDOWS, list_views, view_columns
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.views import VIEWS
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.search.test_search_rows import BETTER, SEED, begun, planned, rolled_out
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, values

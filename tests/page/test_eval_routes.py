@@ -13,7 +13,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import eval_results, live_state
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.tables import schema as tables
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import claim, claim_training, fail, play, start, submission, update_of
 

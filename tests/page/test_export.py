@@ -23,7 +23,7 @@ from agentrl.workflow.store import labels, planning, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves
 from agentrl.workflow.tables import schema as tables
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support.browser import Watched, chromium, settle
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import claim_training, play, start, submission, update_of, values

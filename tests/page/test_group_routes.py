@@ -17,7 +17,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.row_values import pack
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.trajectory import Message, Step, ToolCall, ToolResult
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, claim, claim_training, finish, play, start, submission, update_of
 from tests.support.told_turns import FAST, SLOWER, commit, commit_each, ids_of, make_tokenizer, turn

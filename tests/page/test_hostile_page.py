@@ -22,7 +22,7 @@ from agentrl.workflow.store import planning, steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import downgrade, open_database
 from agentrl.workflow.tables import schema
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support import played_runs
 from tests.support.browser import Service, Watched, chromium, service, settle
 from tests.support.hostile_rows import ATTACKS, FORMULA, MIXED, fill_with, make_hostile_model, poison

@@ -23,7 +23,7 @@ from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.store.waiting_runs import find_wait_reason, wait_for
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.trajectory import PolicyRef
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, claim, claim_training, fail, finish, play, start, submission, update_of, values
 

@@ -10,7 +10,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import task_rows
 from agentrl.workflow.store.reads.task_rows import TASK_ORDERS
 from agentrl.workflow.tables import schema as tables
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import claim_training, play, submission, update_of, values
 

@@ -19,16 +19,16 @@ from agentrl.workflow.errors import SandboxUnavailable
 from agentrl.workflow.models.loading import DTYPES
 from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
 from agentrl.workflow.models.policy import Policy
-from tests.benchmarks import __main__ as program
-from tests.benchmarks import decode, growth, memory, memory_ours, memory_parts, report, samplers, synthetic
-from tests.benchmarks.cases import CannotHere, Cases, Unmeasured
-from tests.benchmarks.memory_parts import Shape
-from tests.benchmarks.models import HALF_BILLION
-from tests.benchmarks.processes import Side, run
-from tests.benchmarks.recorded import GROUP_SIZE, GROUPS, recorded
-from tests.benchmarks.report import Comparison, Measured, Table
-from tests.benchmarks.samplers import Work
-from tests.benchmarks.update_ours import groups_of
+from bench.performance import __main__ as program
+from bench.performance import decode, growth, memory, memory_ours, memory_parts, report, samplers, synthetic
+from bench.performance.cases import CannotHere, Cases, Unmeasured
+from bench.performance.memory_parts import Shape
+from bench.performance.models import HALF_BILLION
+from bench.performance.processes import Side, run
+from bench.performance.recorded import GROUP_SIZE, GROUPS, recorded
+from bench.performance.report import Comparison, Measured, Table
+from bench.performance.samplers import Work
+from bench.performance.update_ours import groups_of
 from tests.support.small_models import tiny_random
 
 MIB = 2**20
@@ -99,7 +99,7 @@ def subject(monkeypatch: pytest.MonkeyPatch, name: str, *errors: Exception | Non
         table = Table(name, ["what", "seconds"], [*rows, *cases.rows()], 0.0)
         return Measured([table], comparisons, cases.unmeasured)
 
-    monkeypatch.setitem(sys.modules, f"tests.benchmarks.{name}", SimpleNamespace(measure=measure))
+    monkeypatch.setitem(sys.modules, f"bench.performance.{name}", SimpleNamespace(measure=measure))
     monkeypatch.setattr(program, "SUBJECTS", (*program.SUBJECTS, name))
 
 
@@ -137,7 +137,7 @@ def test_a_subject_that_fails_outside_of_its_cases_is_said_and_the_others_go_on(
 ) -> None:
     subject(monkeypatch, "second", None)
     subject(monkeypatch, "first")
-    monkeypatch.setattr(sys.modules["tests.benchmarks.first"], "measure", lambda: 1 / 0)
+    monkeypatch.setattr(sys.modules["bench.performance.first"], "measure", lambda: 1 / 0)
     with pytest.raises(SystemExit):
         program.main(["first", "second"])
     last = capsys.readouterr().out.split("== ours / other")[1]

@@ -10,8 +10,8 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import Message, ToolCall
-from tests.benchmarks import digits, lookup, parrot
-from tests.benchmarks.models import VOCABULARY
+from bench.performance import digits, lookup, parrot
+from bench.performance.models import VOCABULARY
 
 TURNS = [(task, turn) for task in range(lookup.TASKS) for turn in range(lookup.TURNS)]
 

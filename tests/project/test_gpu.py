@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import kept, summary, wheels
-from tests.gpu.__main__ import GRACE
+from bench.gpu import kept, summary, wheels
+from bench.gpu.__main__ import GRACE
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
@@ -20,7 +20,7 @@ MACHINE = {"device": "cpu", "python": "3.12", "cores": 2, "system": "here", "ver
 
 def check(folder: Path, *asked: str) -> tuple[int, str]:
     """The exit code and what was printed, in an environment with neither our scripts nor a home."""
-    command = [sys.executable, "-m", "tests.gpu", *asked, "--out", str(folder)]
+    command = [sys.executable, "-m", "bench.gpu", *asked, "--out", str(folder)]
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=280)
     return done.returncode, done.stdout + done.stderr

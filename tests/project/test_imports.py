@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import PARTS
-from tests.gpu.suites import FILES
+from bench.gpu.__main__ import PARTS
+from bench.gpu.suites import FILES
 
 HEAVY = {"torch", "transformers", "peft", "bitsandbytes", "datasets", "huggingface_hub"}
 PLUGINS = """
@@ -68,11 +68,11 @@ def test_what_the_check_for_a_gpu_runs_needs_neither_queue_nor_database(monkeypa
     needed: set[str] = set()
     left = {
         *(f"tests.{file.removesuffix('.py').replace('/', '.')}" for file in FILES.values()),
-        *(f"tests.gpu.{part}" for part in (*PARTS.values(), "__main__", "watch")),
+        *(f"bench.gpu.{part}" for part in (*PARTS.values(), "__main__", "watch")),
     }
     while left:
         needed |= left
         left = {name for module in left for name in imports_of(module)} - needed
-    assert {"torch", "agentrl.workflow.training.trainer", "tests.gpu.kept", "tests.support.small_models"} <= needed
+    assert {"torch", "agentrl.workflow.training.trainer", "bench.gpu.kept", "tests.support.small_models"} <= needed
     assert not {name.partition(".")[0] for name in needed} & {"alembic", "celery", "kombu", "redis", "sqlalchemy"}
     assert not [name for name in needed if name.startswith("agentrl.workers")]

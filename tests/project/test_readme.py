@@ -76,7 +76,7 @@ def test_the_rooms_shown_are_the_rooms() -> None:
         for file in tracked()
         if file.suffix == ".py" and file.parts[0] == "agentrl" and file.parts[1] != "migrations"
     }
-    assert paths(tree) == product | {"agentrl/migrations/", "tests/", "configs/", "examples/", "docs/"}
+    assert paths(tree) == product | {"agentrl/migrations/", "tests/", "bench/", "configs/", "examples/", "docs/"}
 
 
 def test_the_tree_shown_is_the_tree() -> None:
@@ -86,8 +86,9 @@ def test_the_tree_shown_is_the_tree() -> None:
         str(file) for file in tracked() if file.suffix == ".py" and file.parts[0] == "agentrl" and file.parts[1] != "migrations"
     }
     assert shown == {file for file in code if Path(file).name not in ("__init__.py", "__main__.py")}
-    rooms = {f"tests/{file.parts[1]}/" for file in tracked() if file.parts[0] == "tests" and len(file.parts) > 2}
-    assert {path for path in paths(tree) if path.startswith("tests/")} == rooms | {"tests/"}
+    for top in ("tests", "bench"):
+        folders = {f"{top}/{file.parts[1]}/" for file in tracked() if file.parts[0] == top and len(file.parts) > 2}
+        assert {path for path in paths(tree) if path.startswith(f"{top}/")} == folders | {f"{top}/"}
 
 
 def test_every_tool_format_is_in_the_table() -> None:

@@ -13,9 +13,9 @@ from agentrl.workflow.judging import code_judge
 from agentrl.workflow.plugins import find
 from agentrl.workflow.sandbox import checks
 from agentrl.workflow.trajectory import Message, Task
+from bench.learning import judge_file
+from bench.learning.judge_file import kinds
 from tests.data.test_datasets import write
-from tests.learning import judge_file
-from tests.learning.judge_file import kinds
 from tests.rewards.test_code import HUMAN_EVAL, MBPP, answered, earned, human
 from tests.rewards.test_code import box as box
 

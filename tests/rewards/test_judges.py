@@ -30,8 +30,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
+from bench.faults.invariants import check_promises, dump
 from tests.conftest import put_away
-from tests.faults.invariants import check_promises, dump
 from tests.rewards.test_code import box as box
 from tests.support.played_runs import CALL, EXPIRED, claim, start, submission, value, values
 from tests.support.real_stack import Stack

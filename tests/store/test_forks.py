@@ -29,7 +29,7 @@ from agentrl.workflow.store.reads import episode_rows, ledger
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.trajectory import Episode
-from tests.faults.fork_server import Nursery
+from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import claim, ready, start, submission, update_of
 from tests.support.real_stack import Stack, embedded_stack
@@ -50,9 +50,9 @@ def stack(module_folder: Path, forks: Nursery, world_model: Path, migrated_file:
 def asked(model: Path) -> tuple[str, ...]:
     """Flags of the run."""
     return (
-        "--dataset", "tests.faults.world:tasks", "--env", "tests.faults.world:world", "--model", str(model), "--epochs", "1",
+        "--dataset", "bench.faults.world:tasks", "--env", "bench.faults.world:world", "--model", str(model), "--epochs", "1",
         "--max-samples", "4", "--tasks-per-iteration", "2", "--group-size", "2", "--max-steps", "2", "--max-new-tokens", "24",
-        "-s", "hooks=[tests.faults.world:Chance]",
+        "-s", "hooks=[bench.faults.world:Chance]",
     )  # fmt: skip
 
 

@@ -28,9 +28,9 @@ from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, EpisodeRow,
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.views import VIEWS
-from tests.benchmarks import reads, synthetic
-from tests.benchmarks.databases import analyse, analysed
-from tests.benchmarks.synthetic import PER_ITERATION, Run
+from bench.performance import reads, synthetic
+from bench.performance.databases import analyse, analysed
+from bench.performance.synthetic import PER_ITERATION, Run
 from tests.conftest import forget_process
 from tests.support.played_runs import CALL, answered, claim, fail, ready, sampled, start, submission, update_of
 

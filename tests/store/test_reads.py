@@ -40,7 +40,7 @@ from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow,
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
 from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
 from agentrl.workflow.tables.views import VIEWS
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 from tests.conftest import created
 from tests.support.played_runs import (
     CALL,

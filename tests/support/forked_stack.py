@@ -18,8 +18,8 @@ from sqlalchemy import text
 from agentrl.workers.stack import broker
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import control_reads
+from bench.faults.fork_server import Child, Nursery
 from tests.conftest import missing
-from tests.faults.fork_server import Child, Nursery
 from tests.support.real_stack import Stack
 
 TOGETHER = ("rollout,train", "tools", "control")
@@ -72,7 +72,7 @@ class ForkedStack(Stack):
 
     def fork(self, *roles: str, **environment: str) -> Child:
         """A worker."""
-        child = self.start("tests.faults.fork_server:serve", list(roles), name="-".join(roles), **environment)
+        child = self.start("bench.faults.fork_server:serve", list(roles), name="-".join(roles), **environment)
         self._at_work[",".join(roles)] = child
         return child
 
@@ -101,7 +101,7 @@ class ForkedStack(Stack):
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             out, error = Path(folder, "out"), Path(folder, "error")
             child = self.nursery.start(
-                "tests.faults.fork_server:command", words, str(out), log=error, environment=self.environment
+                "bench.faults.fork_server:command", words, str(out), log=error, environment=self.environment
             )
             code = child.end()
             return subprocess.CompletedProcess(words, code, out.read_text(), error.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import JSON, CheckConstraint, Column, Connection, Float, String, Table, Text, text
 
 from agentrl.workflow.tables import schema
-from tests.benchmarks import synthetic
+from bench.performance import synthetic
 
 HOST = "evil.example"
 SURROGATE = "\ud83e"

@@ -16,7 +16,7 @@ from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.settings import settings
 from agentrl.workflow.training.advantages import Credited, Earned, relative_to_group
 from agentrl.workflow.trajectory import Episode
-from tests.faults import world
+from bench.faults import world
 
 PATIENCE_SECONDS = 200.0
 NUMBER = "SELECT number FROM iterations i JOIN episodes e ON e.iteration_id = i.id WHERE e.id = :id"

@@ -637,7 +637,7 @@ def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:
 
 GIVEN_BACK = """
 import torch
-from tests.benchmarks.processes import resident
+from bench.performance.processes import resident
 from agentrl.workflow.models.memory import return_freed_memory
 
 def given_back():

@@ -28,8 +28,8 @@ from agentrl.workflow.store.reads import run_rows
 from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trl_options import grpo_options
 from agentrl.workflow.trajectory import ROOT, Group
+from bench.faults.fork_server import Nursery
 from tests.conftest import missing
-from tests.faults.fork_server import Nursery
 from tests.support.forked_stack import forked_stack
 from tests.support.real_stack import SMALL
 from tests.support.small_models import quantised

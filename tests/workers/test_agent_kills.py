@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.agent_kills import RUN, prepare, record, strike
+from bench.faults.agent_kills import RUN, prepare, record, strike
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 

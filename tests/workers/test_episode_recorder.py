@@ -18,7 +18,7 @@ from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, ToolResult
-from tests.faults.invariants import dump
+from bench.faults.invariants import dump
 from tests.support.played_runs import CALL, EXPIRED, answered, claim, sampled, start, submission, values
 
 

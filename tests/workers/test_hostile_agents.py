@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.agent_kills import RUN, prepare, record
+from bench.faults.agent_kills import RUN, prepare, record
 from tests.support.hostile_agent import LOG, attacks
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random

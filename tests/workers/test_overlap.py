@@ -12,10 +12,10 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
-from tests.faults import record, world
-from tests.faults.cluster import Crew
-from tests.faults.cluster import crew as crew
-from tests.faults.fork_server import Nursery
+from bench.faults import record, world
+from bench.faults.cluster import Crew
+from bench.faults.cluster import crew as crew
+from bench.faults.fork_server import Nursery
 from tests.support.overlap_gate import begun
 from tests.support.played_runs import submission
 from tests.support.real_stack import SMALL, embedded_stack

@@ -33,7 +33,7 @@ from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import Episode, Message, SamplingKey
-from tests.faults.invariants import dump
+from bench.faults.invariants import dump
 from tests.support.played_runs import CALL, EXPIRED, LEASE, answered, claim, start, step, submission, value, values
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.small_models import chat

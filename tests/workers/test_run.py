@@ -16,7 +16,7 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import run_rows
-from tests.faults.fork_server import Nursery
+from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import ForkedStack, forked_stack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
