@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from agentrl.cli.output import Json, say, show, show_json, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import AgentRLError, ConfigError
 from agentrl.workflow.resolve import FLAGS, parse_weights
 from agentrl.workflow.runtime.shown_text import cell
 
@@ -178,12 +180,15 @@ def submit(
     )
     prepared = _with_origins(prepared, origins)
     _say_skipped(prepared.skipped_rows)
-    for remark in (*_trainable_lines(prepared), *prepared.remarks):
+    for remark in prepared.remarks:
         say(remark)
     if dry_run:
-        check_model(prepared.config.model, prepared.submission.policy.base)
-        check_optimizer(prepared.config.update.optimizer)
-        check_separate(prepared.config.rollout.max_staleness > 0)
+        with _timed("model files"):
+            check_model(prepared.config.model, prepared.submission.policy.base)
+        with _timed("optimizer"):
+            check_optimizer(prepared.config.update.optimizer)
+        with _timed("workers"):
+            check_separate(prepared.config.rollout.max_staleness > 0)
         _show_plan(prepared, as_json)
         return
     send_run(prepared, wait, as_json)
@@ -196,15 +201,35 @@ def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
     return replace(prepared, submission=submission)
 
 
-def _trainable_lines(prepared: Any) -> Iterator[str]:
-    """Lines on what trains, for a model that is here; the worker's log has them for others."""
-    from agentrl.workflow.models.lookup import local_folder
-    from agentrl.workflow.models.parameters import count_in_files
+@contextmanager
+def _timed(name: str) -> Iterator[None]:
+    """Report a check that passed, with its seconds."""
+    start = perf_counter()
+    yield
+    say(f"checked {name:18} {perf_counter() - start:5.1f} s")
 
-    folder = local_folder(prepared.submission.policy.base)
-    parameters = count_in_files(prepared.config.model, folder) if folder else None
+
+def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
+    """Lines on what trains and the memory that it takes, from the model's files alone; none where they do not say."""
+    from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
+    from agentrl.workflow.models.memory_estimate import estimate_memory
+    from agentrl.workflow.models.parameters import count_in_headers
+    from agentrl.workflow.settings import settings
+
+    try:
+        files = find_model_files(base or config.model.path, config.dataset.name)
+    except AgentRLError:
+        return  # the checks report it
+    if files is None:
+        return
+    rank = lora_rank_of(config.model, files.shapes)
+    parameters = count_in_headers(files, rank, config.model.lora_targets)
     if parameters is not None:
         yield str(parameters)
+    memory = [estimate_memory(config, files, rank, settings().slots, on_gpu) for on_gpu in (True, False)]
+    if config.update.trainer == "agentrl" and None not in memory:
+        yield f"memory on a GPU: {memory[0]}, and about half a GiB for CUDA"
+        yield f"memory on a CPU: {memory[1]}"
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
@@ -223,14 +248,18 @@ def _prepare_from_stored(asked: RunConfig, origins: dict[str, str], policy: str 
 
     db, start = find_stored_start(policy)
     prepared = prepare_stored(db, asked, origins, start)
+    for line in _size_lines(prepared.config, prepared.submission.policy.base):
+        say(line)
     return with_origin(prepared, policy) if policy else prepared
 
 
 def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
-    from agentrl.workers.requests import submission as submission
-
     config, start = resolve_start(asked, origins)
-    prepared = submission.prepare(existing_database(), config, policy=start)
+    for line in _size_lines(config, start.base if start else ""):
+        say(line)
+    from agentrl.workers.requests import submission  # takes longer than all that is said before
+
+    prepared = submission.prepare(existing_database(), config, policy=start, check=_timed if dry_run else submission.unreported)
     if start is None:
         return prepared
     return with_origin(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)

@@ -37,6 +37,14 @@ class AgentRLError(Exception):
         return [f"{type(self).__name__}: {self.message}", *([f"  {self.hint}"] if self.hint else [])]
 
 
+def join_faults(*faults: AgentRLError) -> AgentRLError:
+    """Return one error that tells several faults of a request, each with its hint; it has the class of the first."""
+    first, *more = faults
+    if not more:
+        return first
+    return type(first)("\n  ".join((f"The request has {len(faults)} faults:", *map(str, faults))))
+
+
 class ConfigError(AgentRLError):
     """An option, key or value of the experiment that cannot be used as given."""
 

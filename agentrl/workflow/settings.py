@@ -27,9 +27,9 @@ def digest(key: str, value: str) -> str:
 
 
 class Settings(BaseSettings):
-    """Machine-wide settings; each field is the environment variable `AGENTRL_<NAME>`."""
+    """Machine-wide settings; each field is the environment variable `AGENTRL_<NAME>`, unset where that is empty."""
 
-    model_config = SettingsConfigDict(env_prefix="AGENTRL_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="AGENTRL_", env_ignore_empty=True, frozen=True, extra="ignore")
 
     home: Path = Field(default=Path(".agentrl"), description="Folder for the database, models, checkpoints, logs.")
     database_url: str = Field(default="", description="SQLAlchemy URL; empty: SQLite in home.")

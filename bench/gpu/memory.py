@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agentrl.workflow.models.memory_estimate import FLOAT
 from bench.gpu.kept import Part, Row
 from bench.performance import memory
 from bench.performance.memory_ours import CAP_MIB, RANK, SAMPLED_TOKENS
-from bench.performance.memory_parts import FLOAT, Shape
-from bench.performance.models import HALF_BILLION, half_billion, saved
+from bench.performance.models import HALF_BILLION, half_billion, saved, shape_of
 from bench.performance.processes import Side, run
 
 BASES: Mapping[str, Mapping[str, Any]] = {"4 bits": {"model.load_in_4bit": True}, "bfloat16": {"model.load_in_4bit": False}}
@@ -49,7 +49,7 @@ def _row(part: Part, path: Path, options: Mapping[str, Any]) -> Row:
         row[f"{stage}_s"] = found["seconds"]
     if not part.gpu:
         return row
-    shape = Shape(HALF_BILLION, RANK, FLOAT // 2, bool(options["model.load_in_4bit"]))
+    shape = shape_of(HALF_BILLION, RANK, FLOAT // 2, 4 if options["model.load_in_4bit"] else 0)
     peak = max(found["gpu_mib"] for found in value["stages"].values())
     reserved = max(found["gpu_reserved_mib"] for found in value["stages"].values())
     told = {"peak_mib": peak, "reserved_mib": reserved, "context_mib": value["context_mib"]}

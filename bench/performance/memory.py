@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from agentrl.workflow.models.memory_estimate import FLOAT, Parts, Shape, always, while_sampling, while_updating
 from agentrl.workflow.training.batch import microbatches, rows_of, size
 from bench.performance import memory_ours
 from bench.performance.cases import Cases
 from bench.performance.memory_ours import CAP_MIB, GROUP_SIZE, GROUPS, PROMPT_TOKENS, RANK, SAMPLED_TOKENS
-from bench.performance.memory_parts import FLOAT, Parts, Shape, always, while_sampling, while_updating
-from bench.performance.models import HALF_BILLION, half_billion
+from bench.performance.models import HALF_BILLION, half_billion, shape_of
 from bench.performance.processes import Ran, Side, run
 from bench.performance.report import Comparison, Measured, Table, load
 
@@ -31,7 +31,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 """What each sets of the run's config."""
 
-CPU, GPU = Shape(HALF_BILLION, RANK, FLOAT), Shape(HALF_BILLION, RANK, FLOAT // 2)
+CPU, GPU = shape_of(HALF_BILLION, RANK, FLOAT), shape_of(HALF_BILLION, RANK, FLOAT // 2)
 
 
 def measure() -> Measured:

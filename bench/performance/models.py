@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.models.memory_estimate import Shape
 from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
 from agentrl.workflow.training.supervised import demonstrations, texts_of
 
@@ -34,6 +35,13 @@ HALF_BILLION = Qwen2Config(
     pad_token_id=0,
 )
 """Qwen2-0.5B."""
+
+
+def shape_of(config: Qwen2Config, rank: int, element: int, bits: int = 4) -> Shape:
+    """What decides the memory of a model of that config, with LoRA of the rank; see `memory_estimate.Shape`."""
+    with torch.device("meta"):
+        weights = {name: tuple(weight.shape) for name, weight in Qwen2ForCausalLM(config).named_parameters()}
+    return Shape(config.to_dict(), weights, rank, element, bits)
 
 
 def saved(name: ModelName, folder: Path, seed: int = 0) -> Path:

@@ -3,27 +3,19 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bitsandbytes.nn import Params4bit
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen2Config
 
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import SandboxUnavailable
-from agentrl.workflow.models.loading import DTYPES
-from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
 from agentrl.workflow.models.policy import Policy
 from bench.performance import __main__ as program
-from bench.performance import decode, growth, memory, memory_ours, memory_parts, report, samplers, synthetic
+from bench.performance import decode, growth, memory, memory_ours, report, samplers, synthetic
 from bench.performance.cases import CannotHere, Cases, Unmeasured
-from bench.performance.memory_parts import Shape
-from bench.performance.models import HALF_BILLION
+from bench.performance.models import HALF_BILLION, shape_of
 from bench.performance.processes import Side, run
 from bench.performance.recorded import GROUP_SIZE, GROUPS, recorded
 from bench.performance.report import Comparison, Measured, Table
@@ -212,58 +204,9 @@ def test_both_sides_of_an_update_read_the_same_rows() -> None:
 
 
 def test_the_half_billion_model_has_the_known_numbers_of_weights() -> None:
-    shape = Shape(HALF_BILLION, rank=8, element=4)
+    shape = shape_of(HALF_BILLION, rank=8, element=4)
     assert shape.lora == 4_399_104
     assert shape.base + shape.embeddings + shape.small + shape.lora == 498_431_872
-
-
-@pytest.fixture(params=["float32", "bfloat16"])
-def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], tuple[Policy, Shape]]:
-    """A small 4-bit model of so many layers, with its shape."""
-
-    def load(layers: int) -> tuple[Policy, Shape]:
-        path = tiny_random(tmp_path / str(layers), layers=layers, width=128)
-        policy = Policy.load(ModelConfig(load_in_4bit=True, lora_r=4, dtype=request.param), str(path), "cpu")
-        return policy, Shape(Qwen2Config.from_pretrained(path), rank=4, element=DTYPES[request.param].itemsize)
-
-    return load
-
-
-def test_what_is_computed_as_always_there_is_what_a_loaded_model_holds(
-    quantised: Callable[[int], tuple[Policy, Shape]],
-) -> None:
-    policy, shape = quantised(2)
-    with policy.sampling() as model:
-        weights = list(model.parameters())
-    scales = [weight.quant_state for weight in weights if isinstance(weight, Params4bit)]
-    held = sum(tensor.nbytes for tensor in [*weights, *(s.absmax for s in scales), *(s.state2.absmax for s in scales)])
-    assert len(scales) == 2 * 7
-    assert held + 4 * shape.lora == sum(memory_parts.always(shape).values())  # the initial adapter is in no module
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_what_is_computed_to_wait_for_the_backward_pass_is_what_autograd_saves(
-    quantised: Callable[[int], tuple[Policy, Shape]], on: bool
-) -> None:
-    rows, tokens = 3, 40
-    fewer, more = (_saved(*quantised(layers), (rows, tokens), on) for layers in (2, 5))
-    # The rest of the model keeps something too, whatever the layers are.
-    assert more[0] - fewer[0] == pytest.approx(more[1] - fewer[1], rel=0.01)
-
-
-def _saved(policy: Policy, shape: Shape, size: tuple[int, int], on: bool) -> tuple[int, int]:
-    """Bytes that autograd saves beside the weights, and that are computed."""
-    ids = torch.arange(size[0] * size[1]).reshape(size) % 300
-    found: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        return found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-
-    with policy.training() as model, checkpointing(model, on), saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_logprobs(model, ids, torch.ones_like(ids))
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved = sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in weights)
-    return saved, shape.activations(size[0] * size[1], on)
 
 
 def test_the_memory_that_is_computed_is_of_the_microbatches_that_the_trainer_cuts() -> None:

@@ -5,8 +5,8 @@ Every fault of the request is reported before anything is written; if the broker
 
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -27,14 +27,14 @@ from agentrl.workflow.chat.templates import check_template, remark_on_tools, set
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.datasets import LoadedTasks, load_tasks
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards
-from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
-from agentrl.workflow.models.lookup import check_base, check_code, local_folder, lora_rank, starting_policy
+from agentrl.workflow.models.lookup import check_base, check_code, existing_model, local_folder, lora_rank, starting_policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import Settings, is_url, settings
@@ -61,18 +61,31 @@ class PreparedRun:
         return self.experiment.config
 
 
-def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy: PolicyRef | None = None) -> PreparedRun:
+def unreported(name: str) -> AbstractContextManager[None]:
+    """Report nothing about a check."""
+    return nullcontext()
+
+
+def prepare(
+    db: Database | None,
+    config: RunConfig,
+    kind: str = "train",
+    policy: PolicyRef | None = None,
+    check: Callable[[str], AbstractContextManager[None]] = unreported,
+) -> PreparedRun:
     """Checks the whole request and makes the submission; writes nothing.
 
     Args:
         db: the database to find a free name in; None if there is none yet.
         policy: the weights to start from; unset: the model that `config` names.
+        check: is entered with the name of each check, to report it.
 
     Raises:
         AgentRLError: the fault in one sentence, as the class for it.
     """
     kind, config = _settle_kind(kind, _with_absolute_paths(config))
-    loaded = load_tasks(config.dataset)
+    with check("dataset"):
+        loaded = _load_tasks(config, policy)
     config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
     asked = Experiment(config)
     check_resources(asked)
@@ -81,9 +94,10 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     divided = SearchedTasks(loaded.tasks, {})
     if kind == "search":
         config, divided = settle_texts(asked), divide(config, loaded.tasks)
-    _check_tools(asked, loaded.tasks)
-    check_rewards(asked.weights)
-    load_hooks(config.hooks)
+    with check("tools and rewards"):
+        _check_tools(asked, loaded.tasks)
+        check_rewards(asked.weights)
+        load_hooks(config.hooks)
     if kind == "train":
         config = settle_run(config)
         trainers.check(config)
@@ -92,16 +106,18 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     engines.check(asked.engine, config, trains=kind == "train", trained=trained)
     if asked.engine.at_url:
         _check_server_url(settings())
-    ref = policy or starting_policy(config.model.path, config.dataset.name)
-    if policy is not None:
-        check_base(policy.base, policy.base_hash)
-    folder = _local_model_folder(ref.base)
-    if folder is not None:
-        check_code(config.model, folder)
-    config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
-    _check_weights(asked.engine, config, ref, kind == "train" or trained)
-    if kind == "train" and folder is not None:
-        check_template(config.model, folder, _has_system_prompt(asked.env, loaded.tasks), bool(asked.tools))
+    with check("model and its hash"):
+        ref = policy or starting_policy(config.model.path, config.dataset.name)
+        if policy is not None:
+            check_base(policy.base, policy.base_hash)
+        folder = _local_model_folder(ref.base)
+        if folder is not None:
+            check_code(config.model, folder)
+    with check("chat template"):
+        config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
+        _check_weights(asked.engine, config, ref, kind == "train" or trained)
+        if kind == "train" and folder is not None:
+            check_template(config.model, folder, _has_system_prompt(asked.env, loaded.tasks), bool(asked.tools))
     experiment = replace(asked, config=config)
     submission = submission_of(
         db,
@@ -123,6 +139,24 @@ def prepare(db: Database | None, config: RunConfig, kind: str = "train", policy:
     if older not in ("", name):
         remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
     return PreparedRun(submission, experiment, loaded.skipped, remarks)
+
+
+def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
+    """Load the tasks; where they cannot be loaded, tell the model's fault too.
+
+    Raises:
+        AgentRLError: as `load_tasks`.
+    """
+    try:
+        return load_tasks(config.dataset)
+    except DatasetError as fault:
+        faults: list[AgentRLError] = [fault]
+        try:
+            if policy is None:
+                existing_model(config.model.path, config.dataset.name)
+        except AgentRLError as other:
+            faults.append(other)
+        raise join_faults(*faults) from fault
 
 
 def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:

@@ -25,6 +25,7 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 Calculate = Callable[[Mapping[str, Any]], str]
 SPLITS = ("train", "test")
+HUB_NAME = "openai/gsm8k"
 ANNOTATION = re.compile(r"<<(.*?)=([^=]*?)>>")
 ROUNDING_SHARE = Fraction(1, 100)
 """The relative error with which a solution may round a result (`<<1/3=0.33>>`)."""
@@ -105,12 +106,14 @@ def _rows(split: str) -> list[Row]:
 
 
 def _download(split: str) -> list[bytes]:
+    if hub.ask_hub("dataset", HUB_NAME) != "known":
+        if not hub.has_fetched_dataset(HUB_NAME):
+            raise DatasetError("gsm8k cannot be loaded: the hub does not answer.", HINT)
+        hub.go_offline()  # then only files fetched before can be used
     try:
-        if hub.ask_hub("dataset", "openai/gsm8k") != "known":
-            hub.go_offline()  # then only files fetched before can be used
         from datasets import load_dataset  # slow, and needed only here
 
-        rows = load_dataset("openai/gsm8k", "main", split=split)
+        rows = load_dataset(HUB_NAME, "main", split=split)
         return [json.dumps(row).encode() for row in rows]
     except Exception as error:  # the hub's client raises dozens of kinds; each means the same here
         raise DatasetError(f"gsm8k cannot be loaded from the hub ({type(error).__name__}).", HINT) from error

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-LENGTH_STEP = 64
-"""Slots grow by multiples of this many tokens, so that a long turn is not copied at each token."""
+from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 
 @dataclass(frozen=True, slots=True)

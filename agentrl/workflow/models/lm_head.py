@@ -18,8 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2**23
-"""The number of logits in memory at once: 32 MB in float32."""
+from agentrl.workflow.models.memory_estimate import HEAD_CHUNK
 
 
 def head_logprobs(
@@ -172,7 +171,7 @@ def _chunk_slices(tokens: int, words: int) -> Iterator[slice]:
 
 
 def _chunk_size(words: int) -> int:
-    return max(1, CHUNK // words)
+    return max(1, HEAD_CHUNK // words)
 
 
 def _widen(values: Tensor) -> Tensor:

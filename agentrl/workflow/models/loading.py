@@ -1,6 +1,5 @@
 """Loading of a base from its folder: tokenizer, context window, quantisation, precision, and LoRA adapters that fit it."""
 
-import json
 import logging
 import threading
 import warnings
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.runtime.gc_pause import pause_gc
@@ -70,8 +70,7 @@ def check(config: ModelConfig, folder: Path) -> None:
     check_code(config, folder)
     load_chat(config, folder)
     context_and_vocabulary(folder, config.trust_remote_code)
-    with _translate_faults(folder, "model"):
-        shapes = _written_shapes(folder)
+    shapes = read_shapes(folder)
     with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
         config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
         made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
@@ -99,28 +98,6 @@ def check_targets(config: ModelConfig, model: Any) -> None:
     there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:20])
     said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
     raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
-
-
-def _written_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each weight, from the files' headers, which must match the files' lengths.
-
-    Raises:
-        ModelError: a file that the index names is missing, or there is no file.
-        SafetensorError, OSError, ValueError: a file cannot be read.
-    """
-    index = folder / "model.safetensors.index.json"
-    named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-    gone = sorted(name for name in named if not (folder / name).is_file())
-    if gone:
-        raise ModelError(f"The folder {str(folder)!r} lacks {gone[0]}, which its index names.", _COPY)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no dict
-    if not shapes:
-        said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
-        raise ModelError(said, "Convert the model: save_pretrained(...)")
-    return shapes
 
 
 def _other_shapes(folder: Path, which: str = "") -> ModelError:

@@ -7,14 +7,15 @@ A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokeniz
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from tempfile import TemporaryDirectory
 
 from agentrl.workflow.checkpoints.sealed_folder import RECORD, sha256_file
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConflictError, ModelError
+from agentrl.workflow.models.headers import ModelFiles, Shapes, checked_shape, read_config, read_model_files, read_shapes
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime import hub
 from agentrl.workflow.settings import settings
@@ -26,6 +27,8 @@ TINY_DATASET = "arithmetic"
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
 TRUST = "Read it, and pass --trust-remote-code if it may run here."
+MAX_FILE_BYTES = 1 << 43
+"""No file of weights on the hub is larger."""
 LARGEST_CONFIG = 1 << 24
 """The most bytes read of a model's config."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
@@ -210,25 +213,56 @@ def _download(name: str, code: bool) -> Path:
         raise _hub_away(name) from error
 
 
+def find_model_files(name: str, dataset: str) -> ModelFiles | None:
+    """Read what a model's files say of it, on this machine or, without downloading weights, on the hub.
+
+    Args:
+        name: a model's name or folder; `dataset` decides which model `tiny` is.
+
+    Raises:
+        ModelError: there is no such model here, or its files are malformed.
+    """
+    base = resolve_model(name, dataset)
+    folder = local_folder(base)
+    if folder is not None and any(folder.glob("*.safetensors")):
+        return read_model_files(folder)
+    if Path(base).exists() or hub.ask_hub("model", base) != "known":
+        return None
+    return hub.answer_in_time(lambda: _files_on_hub(base))
+
+
+def _files_on_hub(name: str) -> ModelFiles:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    api = HfApi()
+    with TemporaryDirectory() as folder:  # not the cache: a model there counts as fetched
+        config = read_config(Path(api.hf_hub_download(name, "config.json", local_dir=folder)).parent)
+    headers = api.get_safetensors_metadata(name, timeout=hub.ANSWER_SECONDS).files_metadata.values()
+    entries = {weight: asdict(entry) for header in headers for weight, entry in header.tensors.items()}
+    for entry in entries.values():
+        entry["data_offsets"] = list(entry["data_offsets"])
+    return ModelFiles(config, {weight: checked_shape(entry, MAX_FILE_BYTES) for weight, entry in entries.items()})
+
+
 def lora_rank(config: ModelConfig, folder: Path) -> int:
-    """The LoRA rank in effect; 0 trains all weights.
+    """Return the LoRA rank in effect; 0 trains all weights.
 
     Raises:
         ModelError: a file of weights cannot be read.
     """
+    chosen = config.lora_r is not None or config.load_in_4bit or config.load_in_8bit
+    return lora_rank_of(config, {} if chosen else read_shapes(folder))
+
+
+def lora_rank_of(config: ModelConfig, shapes: Shapes) -> int:
+    """Return the LoRA rank in effect for a model of these weights."""
     if config.lora_r is not None:
         return config.lora_r
     if config.load_in_4bit or config.load_in_8bit:
         return 8
-    return 0 if sum(map(_parameters, folder.glob("*.safetensors"))) < SMALL else 8
-
-
-def _parameters(file: Path) -> int:
-    try:
-        with safe_open(file, "np") as weights:
-            return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - it is no dict
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"The files in {str(file.parent)!r} make no model: {file.name}: {error}.") from error
+    return 0 if sum(map(prod, shapes.values())) < SMALL else 8
 
 
 def base_hash(folder: Path) -> str:

@@ -1,23 +1,18 @@
 """Counts a model's parameters and those that train: in a module, or in files, without loading them or torch."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.headers import ModelFiles, read_model_files
 from agentrl.workflow.models.lookup import lora_rank
 
 if TYPE_CHECKING:
     from torch import nn
-
-LARGEST_CONFIG = 1 << 20
-"""The most bytes read of a model's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +39,28 @@ def _size(parameter: "nn.Parameter") -> int:
 
 
 def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
-    """Counts the parameters of the model in the folder by the headers of its files; None if they do not say."""
+    """Count the parameters of the model in the folder by the headers of its files; None if they do not say."""
     try:
-        with (folder / "config.json").open("rb") as file:
-            told = json.loads(file.read(LARGEST_CONFIG))
-        shapes = _shapes(folder)
-        rank = lora_rank(config, folder)
-    except (OSError, ValueError, RecursionError, SafetensorError, ModelError):  # loading it reports the error
+        return count_in_headers(read_model_files(folder), lora_rank(config, folder), config.lora_targets)
+    except ModelError:  # loading it reports the error
         return None
-    if not isinstance(told, dict) or "quantization_config" in told or not shapes:
+
+
+def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Parameters | None:
+    """Count the parameters; None for a base that is stored quantised, whose shapes are of packed numbers.
+
+    Args:
+        rank: of LoRA; 0 trains all weights.
+        targets: layers that LoRA trains.
+    """
+    if "quantization_config" in files.config:
         return None
-    if told.get("tie_word_embeddings") is True and any(name.endswith("embed_tokens.weight") for name in shapes):
+    shapes = files.shapes
+    if files.config.get("tie_word_embeddings") is True and any(name.endswith("embed_tokens.weight") for name in shapes):
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     whole = sum(map(prod, shapes.values()))
     if not rank:
         return Parameters(whole, whole)
-    ends = tuple(f".{target}.weight" for target in config.lora_targets)
+    ends = tuple(f".{target}.weight" for target in targets)
     lora = sum(rank * sum(shape) for name, shape in shapes.items() if name.endswith(ends) and len(shape) == 2)
     return Parameters(lora, whole + lora)
-
-
-def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Name -> shape of each weight."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "np") as weights:
-            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no dict
-    return shapes

@@ -29,11 +29,8 @@ from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
+from agentrl.workflow.models.memory_estimate import COPY_LIMIT
 from agentrl.workflow.trajectory import PolicyRef
-
-COPY_LIMIT = 250_000_000
-"""Below this many parameters the sampler has its weights twice: as modules, and packed for its forward pass. Beside the trained
-copy, its gradient and two moments, that is a sixth copy."""
 
 Slot = Literal["policy", "sampler"]
 

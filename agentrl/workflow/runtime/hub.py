@@ -1,27 +1,70 @@
-"""Asks the hub once, without retries, whether it knows a name: its own client would retry for half a minute."""
+"""Questions to the hub that end: its own client retries for half a minute, and a name server that is silent holds it longer."""
 
-from typing import Literal
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Literal, TypeVar
 
-SECONDS = 5.0
+Answer = TypeVar("Answer")
+
+ANSWER_SECONDS = 3.5
+"""How long an answer is waited for."""
+AWAY_SECONDS = 10.0
+"""How long a hub that gave no answer is not asked again, so that a request with two names waits once."""
+
+_silent_since = -AWAY_SECONDS
 
 
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
-    """Whether the hub knows a model or dataset of that name; `away` if it does not answer."""
+    """Return whether the hub knows a model or dataset of that name; `away` if it does not answer."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     api = HfApi()
-    try:
-        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=SECONDS)
-    except (RepositoryNotFoundError, HFValidationError):
-        return "unknown"
-    except Exception:  # noqa: BLE001 - no network, offline mode, no answer: each transport has its own
+
+    def ask() -> Literal["known", "unknown"]:
+        try:
+            (api.model_info if kind == "model" else api.dataset_info)(name, timeout=ANSWER_SECONDS)
+        except (RepositoryNotFoundError, HFValidationError):
+            return "unknown"
+        return "known"
+
+    global _silent_since
+    if monotonic() - _silent_since < AWAY_SECONDS:
         return "away"
-    return "known"
+    answer = answer_in_time(ask)
+    if answer is None:
+        _silent_since = monotonic()
+    return answer or "away"
+
+
+def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
+    """Return what `ask` returns; None if it raises or takes too long."""
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with suppress(Exception):  # no network, offline mode, no answer: each transport has its own
+            answers.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)  # a name server's silence cannot be interrupted, so it is left behind
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    return answers[0] if answers else None
 
 
 def go_offline() -> None:
-    """Limits this process to files that were fetched before. Call it before `datasets` is imported."""
+    """Limit this process to files that were fetched before. Call it before `datasets` is imported."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
+
+
+def has_fetched_dataset(name: str) -> bool:
+    """Return whether files of a dataset are in the caches of `datasets` or of the hub's client."""
+    from huggingface_hub import constants
+
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")), name.replace("/", "___"))
+    return prepared.is_dir() or Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}").is_dir()

@@ -1,0 +1,138 @@
+"""A model's shapes from its files, without loading a weight, torch or numpy: `config.json` and the headers of `*.safetensors`.
+
+The files may come from anybody: sizes are bounded before anything is parsed, and every header is checked against its file.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow.errors import ModelError
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format itself: https://huggingface.co/docs/safetensors."""
+BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits of a number, by the format's name of its type."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a weight -> its shape."""
+
+_COPY = "Copy the model again, all files of one version."
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model's files say of it.
+
+    Args:
+        config: the object in `config.json`.
+        shapes: of every weight in the files.
+    """
+
+    config: Mapping[str, Any]
+    shapes: Shapes
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read `config.json` and all headers of a model's folder.
+
+    Raises:
+        ModelError: a file is missing, cut short or malformed.
+    """
+    return ModelFiles(read_config(folder), read_shapes(folder))
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """Read the shapes of all weights in a folder.
+
+    Raises:
+        ModelError: there are no weights, or a file is missing, cut short or malformed.
+    """
+    _check_index(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            shapes |= _read_header(file)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"The files in {str(folder)!r} make no model: {file.name}: {error}.", _COPY) from error
+    if not shapes:
+        said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
+        raise ModelError(said, "Convert the model: save_pretrained(...)")
+    return shapes
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Read the object in a model's `config.json`.
+
+    Raises:
+        ModelError: it is missing or malformed.
+    """
+    try:
+        with (folder / "config.json").open("rb") as stream:
+            config = json.loads(stream.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no model: config.json cannot be read.", _COPY) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"The files in {str(folder)!r} make no model: config.json holds no object.", _COPY)
+    return config
+
+
+def _check_index(folder: Path) -> None:
+    """Refuse a folder that lacks a file which its index names."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        with index.open("rb") as stream:
+            files = {str(name) for name in json.loads(stream.read(MAX_HEADER_BYTES))["weight_map"].values()}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"The files in {str(folder)!r} make no model: {index.name} cannot be read.", _COPY) from error
+    missing = sorted(name for name in files if not (folder / Path(name).name).is_file())
+    if missing:
+        raise ModelError(f"The folder {str(folder)!r} lacks {missing[0]!r:.200}, which its index names.", _COPY)
+
+
+def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Parse one file's header: 8 bytes with its length, then JSON with each weight's type, shape and place."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError("its header does not fit the file")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    return {name: checked_shape(entry, size - 8 - length) for name, entry in header.items() if name != "__metadata__"}
+
+
+def checked_shape(entry: Any, data_bytes: int) -> tuple[int, ...]:
+    """Return the shape in a header's entry.
+
+    Args:
+        entry: what the header has under a weight's name.
+        data_bytes: of all weights in the file.
+
+    Raises:
+        ValueError: it is malformed, or does not fit the file.
+    """
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if dtype in BITS:
+            pass
+        case _:
+            raise ValueError("its header describes no weight")
+    if not all(type(length) is int and length >= 0 for length in shape) or not 0 <= start <= end <= data_bytes:
+        raise ValueError("its header does not fit the file")
+    if prod(shape) * BITS[dtype] != (end - start) * 8:
+        raise ValueError("a shape in its header does not fit the file")
+    return tuple(shape)

@@ -1,0 +1,245 @@
+"""What an iteration takes of memory, in bytes and part by part, from a model's files: nothing is loaded.
+
+What the libraries take for themselves (CUDA: about half a GiB), and what lies free between the parts, is not included. The
+parts are checked against a loaded model and against what autograd saves in `tests/models/test_memory_estimate.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from agentrl.workflow.config import PROJECTIONS, RunConfig
+from agentrl.workflow.models.headers import ModelFiles, Shapes
+
+FLOAT = 4
+"""Bytes of a float32."""
+LENGTH_STEP = 64
+"""The cache of keys and values grows by multiples of this many tokens, so that a long turn is not copied at each token."""
+HEAD_CHUNK = 2**23
+"""Logits in memory at once in an update: 32 MB in float32."""
+COPY_LIMIT = 250_000_000
+"""Below this many parameters the sampler of a fully trained model has its weights twice: as modules, and packed for its forward
+pass. Beside the trained copy, its gradient and two moments, that is a sixth copy."""
+
+Parts = Mapping[str, int]
+"""Bytes, by what takes them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how much memory is taken.
+
+    Args:
+        config: the object in the model's `config.json`, of the text model where it is one of several.
+        weights: shapes of all weights.
+        rank: of the LoRA adapters; 0 trains all weights.
+        element: bytes of a number that the model computes with: 4 on a CPU, 2 with LoRA on a GPU.
+        bits: of a stored weight of the projections, where they are quantised; 0: as the model computes.
+        targets: layers that have an adapter.
+    """
+
+    config: Mapping[str, Any]
+    weights: Shapes
+    rank: int
+    element: int
+    bits: int = 0
+    targets: tuple[str, ...] = PROJECTIONS
+
+    @cached_property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return int(self.config["hidden_size"])
+
+    @cached_property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self.config["num_hidden_layers"])
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.config["num_attention_heads"])
+
+    @cached_property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return int(self.config.get("head_dim") or self.hidden // self.heads)
+
+    @cached_property
+    def keys(self) -> int:
+        """Width of a layer's keys."""
+        return self.head_width * int(self.config.get("num_key_value_heads") or self.heads)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.config["vocab_size"])
+
+    @cached_property
+    def base(self) -> int:
+        """Weights in the projections: matrices that are neither the embedding nor the head."""
+        return sum(prod(shape) for shape in self.weights.values() if len(shape) == 2 and self.vocabulary not in shape)
+
+    @cached_property
+    def embeddings(self) -> int:
+        """Weights of the embedding, and of the head where it is one of its own."""
+        found = {name: prod(shape) for name, shape in self.weights.items() if len(shape) == 2 and self.vocabulary in shape}
+        if self.config.get("tie_word_embeddings", False):
+            found = {name: size for name, size in found.items() if not name.endswith("lm_head.weight")} or found
+        return sum(found.values())
+
+    @cached_property
+    def small(self) -> int:
+        """Biases and norms."""
+        return sum(prod(shape) for shape in self.weights.values() if len(shape) != 2)
+
+    @cached_property
+    def adapted(self) -> list[tuple[int, ...]]:
+        """Shapes of the layers that have an adapter."""
+        ends = tuple(f".{target}.weight" for target in self.targets)
+        return [shape for name, shape in self.weights.items() if name.endswith(ends) and len(shape) == 2]
+
+    @property
+    def lora(self) -> int:
+        """Weights of one adapter."""
+        return sum(self.rank * sum(shape) for shape in self.adapted)
+
+    @property
+    def all(self) -> int:
+        """Weights of the model without adapters."""
+        return self.base + self.embeddings + self.small
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes per token that one layer keeps for its backward pass.
+
+        What both norms and all projections read, query, keys, values, attention's result, gate, its SiLU, and up. Norms and
+        adapters keep what they read in float32; where the model computes in less, each adapter has a copy of its own.
+        """
+        hidden, inner = self.hidden, int(self.config.get("intermediate_size") or 4 * self.hidden)
+        queries, adapters = self.heads * self.head_width, len(self.adapted) // self.layers if self.rank else 0
+        states = 2 * queries + 2 * self.keys + 3 * inner
+        own_copies = self.element < FLOAT and adapters
+        read = (7 * hidden + queries if own_copies else 4 * hidden) + inner
+        small = adapters * self.rank + self.heads + 2
+        return FLOAT * (read + small) + self.element * states
+
+    def activations(self, tokens: int, checkpointing: bool) -> int:
+        """Bytes that all layers keep for the backward pass; with checkpointing only what they read."""
+        return tokens * self.layers * (self.element * self.hidden if checkpointing else self.kept)
+
+    def at_work(self, tokens: int, checkpointing: bool) -> int:
+        """Bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made again."""
+        inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
+        gradients = FLOAT * (self.hidden + 3 * inner)
+        weight = self.element * self.hidden * inner
+        return tokens * (gradients + (self.kept if checkpointing else 0)) + weight
+
+
+def always(shape: Shape) -> Parts:
+    """As long as the model is loaded."""
+    if not shape.rank:
+        packed = shape.all < COPY_LIMIT
+        return {"trained weights in float32": FLOAT * shape.all, "the sampler's": (1 + packed) * shape.element * shape.all}
+    return {
+        **_projections(shape),
+        "embeddings and head": shape.element * shape.embeddings,
+        "biases and norms": shape.element * shape.small,
+        "LoRA in float32: trained, published, initial": 3 * FLOAT * shape.lora,
+    }
+
+
+def _projections(shape: Shape) -> Parts:
+    if not shape.bits:
+        return {"weights": shape.element * shape.base}
+    if shape.bits == 8:
+        return {"8-bit weights": shape.base}
+    blocks = shape.base // 64
+    return {
+        "4-bit weights": shape.base // 2,
+        "their scales: a byte for 64 weights, 4 for 256 of those": blocks + blocks // 256 * FLOAT,
+    }
+
+
+def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
+    """While so many rows are sampled, up to so many tokens each."""
+    length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
+    return {
+        f"keys and values of {rows} x {length} tokens": 2 * shape.layers * shape.keys * rows * length * shape.element,
+        "logits of a token, and their weights in float32": rows * shape.vocabulary * (shape.element + FLOAT),
+    }
+
+
+def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
+    """During an update in microbatches of so many tokens."""
+    trained = shape.lora if shape.rank else shape.all
+    return {
+        "gradients": FLOAT * trained,
+        "AdamW's moments": 2 * FLOAT * trained,
+        f"activations of {tokens} tokens": shape.activations(tokens, checkpointing),
+        "the layer at work": shape.at_work(tokens, checkpointing),
+        "a chunk of logits, and their exponentials": 2 * FLOAT * HEAD_CHUNK,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes that one process takes which samples and trains: what is always there, and the larger of the two stages.
+
+    Args:
+        rows: that are sampled at once, of so many `tokens` each.
+    """
+
+    always: int
+    sampling: int
+    update: int
+    rows: int
+    tokens: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the most."""
+        return self.always + max(self.sampling, self.update)
+
+    def __str__(self) -> str:
+        model, sampling, update = (f"{size / 2**30:.1f}" for size in (self.always, self.sampling, self.update))
+        stages = f"model {model}; and update {update} or sampling {sampling} for {self.rows} x {self.tokens:,} tokens"
+        return f"{self.peak / 2**30:.1f} GiB ({stages})"
+
+
+def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int, on_gpu: bool) -> MemoryEstimate | None:
+    """Estimate the memory of a run, or return None where the model's config.json does not say how it is built.
+
+    Args:
+        rank: of the LoRA adapters, 0 without.
+        slots: the most rows that are sampled at once.
+        on_gpu: whether the workers compute on a GPU.
+    """
+    model, rollout, update = config.model, config.rollout, config.update
+    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
+    text = files.config.get("text_config", files.config)
+    shape = Shape(text, files.shapes, rank, _element(config, rank, on_gpu), bits, tuple(model.lora_targets))
+    rows = min(slots, rollout.group_size * rollout.tasks_per_iteration)
+    try:
+        window = int(text.get("max_position_embeddings") or 2**31)
+        tokens = min(window, rollout.max_steps * rollout.max_new_tokens)
+        stages = [
+            always(shape),
+            while_sampling(shape, rows, tokens),
+            while_updating(shape, update.microbatch_tokens, update.gradient_checkpointing),
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError):
+        return None
+    reference = FLOAT * shape.all if config.algorithm.kl_coef and not rank else 0
+    model_bytes, sampling, updating = (sum(parts.values()) for parts in stages)
+    return MemoryEstimate(model_bytes + reference, sampling, updating, rows, tokens)
+
+
+def _element(config: RunConfig, rank: int, on_gpu: bool) -> int:
+    if config.model.numerics == "exact":
+        return 2 * FLOAT
+    if config.model.dtype != "auto":
+        return FLOAT if config.model.dtype == "float32" else FLOAT // 2
+    return FLOAT // 2 if on_gpu and rank else FLOAT

@@ -1,0 +1,108 @@
+"""The memory that is computed from a model's files is what a loaded model holds and what autograd saves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.workflow.config import ModelConfig, build
+from agentrl.workflow.models.headers import read_model_files
+from agentrl.workflow.models.loading import DTYPES
+from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
+from agentrl.workflow.models.memory_estimate import FLOAT, Shape, always, estimate_memory
+from agentrl.workflow.models.policy import Policy
+from tests.support.small_models import tiny_random
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], tuple[Policy, Shape]]:
+    """A small 4-bit model of so many layers, with its shape."""
+
+    def load(layers: int) -> tuple[Policy, Shape]:
+        path = tiny_random(tmp_path / str(layers), layers=layers, width=128)
+        policy = Policy.load(ModelConfig(load_in_4bit=True, lora_r=4, dtype=request.param), str(path), "cpu")
+        files = read_model_files(path)
+        return policy, Shape(files.config, files.shapes, 4, DTYPES[request.param].itemsize, bits=4)
+
+    return load
+
+
+def test_estimate_always_is_what_a_loaded_model_holds(
+    quantised: Callable[[int], tuple[Policy, Shape]],
+) -> None:
+    policy, shape = quantised(2)
+    with policy.sampling() as model:
+        weights = list(model.parameters())
+    scales = [weight.quant_state for weight in weights if isinstance(weight, Params4bit)]
+    held = sum(tensor.nbytes for tensor in [*weights, *(s.absmax for s in scales), *(s.state2.absmax for s in scales)])
+    assert len(scales) == 2 * 7
+    assert held + 4 * shape.lora == sum(always(shape).values())  # the initial adapter is in no module
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_estimate_activations_are_what_autograd_saves(quantised: Callable[[int], tuple[Policy, Shape]], on: bool) -> None:
+    rows, tokens = 3, 40
+    fewer, more = (_saved(*quantised(layers), (rows, tokens), on) for layers in (2, 5))
+    # The rest of the model keeps something too, whatever the layers are.
+    assert more[0] - fewer[0] == pytest.approx(more[1] - fewer[1], rel=0.01)
+
+
+def _saved(policy: Policy, shape: Shape, size: tuple[int, int], on: bool) -> tuple[int, int]:
+    """Bytes that autograd saves beside the weights, and that are computed."""
+    ids = torch.arange(size[0] * size[1]).reshape(size) % 300
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        return found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with policy.training() as model, checkpointing(model, on), saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_logprobs(model, ids, torch.ones_like(ids))
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in weights)
+    return saved, shape.activations(size[0] * size[1], on)
+
+
+def test_estimate_full_weights_are_what_a_loaded_model_holds(tmp_path: Path) -> None:
+    files = read_model_files(folder := tiny_random(tmp_path / "model"))
+    policy = Policy.load(ModelConfig(lora_r=0), str(folder), "cpu")
+    with policy.decoding(), policy.sampling() as sampler, policy.training() as trained:
+        held = sum(weight.nbytes for model in (sampler, trained) for weight in model.parameters())
+    packed = sum(weight.nbytes for weight in trained.parameters())  # `Forward` keeps each weight once more
+    assert held + packed == sum(always(Shape(files.config, files.shapes, 0, FLOAT)).values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head_dim", [8, 24])
+def test_estimate_reads_heads_and_embeddings_of_other_families(tmp_path: Path, tied: bool, head_dim: int) -> None:
+    """Qwen3's heads have a width of their own; a head that is tied is in no file or counts once."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=tied)
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = read_model_files(tmp_path)
+    shape = Shape(files.config, files.shapes, 4, FLOAT)
+    assert shape.all == model.num_parameters()
+    assert (shape.keys, shape.base) == (2 * head_dim, sum(p.numel() for n, p in model.named_parameters() if "proj" in n))
+
+
+def test_estimate_adds_the_reference_of_fully_trained_weights(tmp_path: Path) -> None:
+    files = read_model_files(tiny_random(tmp_path / "model"))
+    plain, with_kl = build({"model.lora_r": 0}), build({"model.lora_r": 0, "algorithm.kl_coef": 0.1})
+    one, other = (estimate_memory(config, files, 0, 128, on_gpu=False) for config in (plain, with_kl))
+    assert one is not None
+    assert other is not None
+    assert other.peak - one.peak == FLOAT * Shape(files.config, files.shapes, 0, FLOAT).all
+
+
+def test_estimate_is_none_for_a_config_that_does_not_say_how_it_is_built(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in {"hidden_size": None, "num_attention_heads": 0, "num_hidden_layers": "x", "vocab_size": []}.items():
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        assert estimate_memory(build({}), read_model_files(folder), 8, 128, on_gpu=True) is None
