@@ -97,6 +97,17 @@ def test_the_gpu_file_only_adds_to_services_that_exist() -> None:
     assert set(GPU["services"]) <= set(SERVICES)
 
 
+def test_gpu_file_gives_rollout_and_train_the_card_that_their_variables_name() -> None:
+    devices = {name: GPU["services"][name]["deploy"]["resources"]["reservations"]["devices"] for name in ("rollout", "train")}
+    assert {name: [shown(device["device_ids"][0]) for device in found] for name, found in devices.items()} == {
+        "rollout": ["0"],
+        "train": ["0"],
+    }
+    for name, (device,) in devices.items():
+        assert re.findall(r"\$\{(\w+):-", device["device_ids"][0]) == [f"AGENTRL_{name.upper()}_GPU"]
+        assert "count" not in device  # `count: 1` is the first card, for each service
+
+
 @pytest.mark.parametrize("stack", [STACK, GPU], ids=["docker-compose.yml", "docker-compose.gpu.yml"])
 def test_compose_v1_can_read_it_too(stack: dict[str, Any]) -> None:
     top = {key for key in stack if not key.startswith("x-")}
