@@ -115,6 +115,20 @@ class WorkerError(AgentRLError):
     exit_code = 11
 
 
+class DeviceLost(AgentRLError):
+    """The GPU failed under this process: only a new process can use it again.
+
+    Args:
+        reason: what the device's driver reported.
+    """
+
+    exit_code = 12
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The device failed, and this process cannot use it any more: {reason}.", "Start the process again.")
+        self.reason = reason
+
+
 class ToolFailure(AgentRLError):
     """A tool could not do what the model asked; its message is the observation that the model reads.
 

@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 from agentrl.workers.stack import supervisor
 from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workflow.errors import DeviceLost
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import rollout_claims, steps, train_claims, waiting_runs
 from agentrl.workflow.store.connect import Database
@@ -57,6 +58,20 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
         watching._restart_ended(again)
     watching.news.join()
     assert len(lost_events(own_database)) == 3
+
+
+def test_supervisor_restarts_a_worker_whose_device_failed_and_leaves_the_record_to_it(
+    tmp_path: Path, own_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(own_database, submission())
+    with subprocess.Popen(["sh", "-c", f"exit {DeviceLost.exit_code}"]) as process:
+        process.wait()
+    watching, started = Supervisor(Settings(home=tmp_path)), list[str]()
+    monkeypatch.setattr(watching, "_start", lambda role: (started.append(role), process)[1])
+    watching._restart_ended(Child("rollout,train", process, started=-1e9))  # it lived long, and so is restarted at once
+    watching.news.join()
+    assert started == ["rollout,train"]
+    assert lost_events(own_database) == []
 
 
 @pytest.mark.parametrize("of_memory", [False, True])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.errors import CheckpointError, InfraError, ModelError
+from agentrl.workflow.errors import CheckpointError, DeviceLost, InfraError, ModelError
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.inference.sampling import sample, uniforms
@@ -323,6 +323,27 @@ def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
     finally:
         hook.remove()
     assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+
+
+def test_engine_ends_when_its_device_is_lost(exact: Policy, ref: PolicyRef) -> None:
+    """Later turns would fail alike: all of them, live, waiting or new, have the error by which a worker ends its process."""
+
+    def lose(module: torch.nn.Module, args: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine = RollingEngine(exact, slots=2)
+    with exact.sampling() as model:
+        futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in range(5)]
+        hook = first_layer(model).register_forward_pre_hook(lose)
+    try:
+        for future in futures:
+            with pytest.raises(DeviceLost, match="illegal memory access"):
+                future.result(60)
+    finally:
+        hook.remove()
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        engine.submit(GenerateRequest((5, 6), ref, 9, 0, 4)).result(60)
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread sampler")

@@ -16,6 +16,7 @@ from celery.exceptions import Ignore, Reject
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.inbox import POLL_SECONDS, Inbox, take_events
+from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import send_train
@@ -31,7 +32,7 @@ from agentrl.workers.stack.process import (
 )
 from agentrl.workflow import engines
 from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
+from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, DeviceLost, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
@@ -119,6 +120,9 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
         _report_wait(works[0].run_id, error)
         _hand_back_groups(works)
     except Exception as error:
+        if failure := end_if_device_lost(error, "rollout"):
+            _fail_run(works, failure)
+            return
         log.exception("%s: no rollout", works[0].run)
         for work in works:
             _count_failure(work, error)
@@ -234,7 +238,7 @@ def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
     except Fenced as error:
         log.info("%s", error)
         driver.lose()
-    except (ConfigError, ModelError, CheckpointError):
+    except (ConfigError, ModelError, CheckpointError, DeviceLost):
         raise
     except ServiceError as error:  # the database or the broker was away for long: this costs the group no attempt
         log.warning("group %d is handed back: %s", driver.work.fence.group, error)

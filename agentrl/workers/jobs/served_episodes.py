@@ -20,7 +20,7 @@ from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.stack.heartbeat import Heartbeat
 from agentrl.workflow import engines
 from agentrl.workflow.agents.keys import key_hash, new_emit_key, sampling_key
-from agentrl.workflow.errors import Fenced, ServiceError, StateError
+from agentrl.workflow.errors import DeviceLost, Fenced, ServiceError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.settings import settings
@@ -95,6 +95,8 @@ class ServedEpisodes:
     forgets: bool = False
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when the run is over although this process serves it, as by `agentrl cancel`."""
+    failure: DeviceLost | None = None
+    """Why this process can sample no more, and has to end."""
     count: int = 0
     """Episodes that were opened."""
     _inbox: Inbox = field(default_factory=SimpleQueue)
@@ -242,6 +244,11 @@ class ServedEpisodes:
             rollout.lose()
         except ServiceError as error:
             log.warning("%s", error)
+            self._set_aside(rollout)
+            return
+        except DeviceLost as error:
+            self.failure = error
+            self.lost.set()
             self._set_aside(rollout)
             return
         except Exception as error:

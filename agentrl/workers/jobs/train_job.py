@@ -12,6 +12,7 @@ from functools import cache, partial
 from logging import getLogger
 
 from agentrl.workers.jobs import broken_checkpoints, search_job
+from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
@@ -61,8 +62,12 @@ def train(iteration: int) -> None:
         write_when_possible(partial(_fail_run, work, error))
         _tell_end(work)
     except Exception as error:
-        log.exception("%s: iteration %d was not trained", work.run, work.iteration)
-        train_claims.fail_update(database(), work, f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"])
+        if failure := end_if_device_lost(error, "train"):
+            write_when_possible(partial(_fail_run, work, failure))
+        else:
+            log.exception("%s: iteration %d was not trained", work.run, work.iteration)
+            said, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
+            train_claims.fail_update(database(), work, said, attempts)
         _tell_end(work)
     else:
         _send_next(work, published)

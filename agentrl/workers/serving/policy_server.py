@@ -59,6 +59,7 @@ def serve_policy(
     Raises:
         ServiceError: the database is away, or nothing more can be listened at.
         ModelError: another base was recorded.
+        DeviceLost: the GPU failed.
     """
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
     episodes = ServedEpisodes(db, run, experiment, policy, sampling_server.start(lambda: db, LOOPBACK), forgets=how.forgets)
@@ -73,6 +74,8 @@ def serve_policy(
         pass
     finally:
         episodes.close()
+    if episodes.failure is not None:
+        raise episodes.failure
     return Served(episodes.count, door.calls, episodes.lost.is_set())
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from agentrl.workers.stack import broker, embedded, listening, oom_kills
 from agentrl.workers.stack.process import database
 from agentrl.workers.stack.worker import FOR_AGENTS, SUPERVISOR, run_together, set_up_logging
-from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.errors import DeviceLost, ServiceError
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import control_reads, endpoint_reads
 from agentrl.workflow.store.lost_workers import OOM_HINT, record_loss, record_oom
@@ -147,7 +147,8 @@ class Supervisor:
             child.restart_at = now + (0.0 if calm else child.backoff)
             log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
             out_of_memory = code == -signal.SIGKILL and oom_kills.count_kills() > child.kills
-            self.news.put(partial(_record_loss, child.role, child.process.pid, code, out_of_memory))
+            if code != DeviceLost.exit_code:  # that process has recorded its end itself
+                self.news.put(partial(_record_loss, child.role, child.process.pid, code, out_of_memory))
             if child.role == "tools":
                 self.news.put(_send_calls_again)
         if child.restart_at is not None and now >= child.restart_at:

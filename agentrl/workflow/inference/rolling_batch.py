@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.sampling import likeliest, lowest_logit, sample, scale_logits, uniforms
-from agentrl.workflow.models.memory import out_of_memory
+from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
@@ -305,7 +305,7 @@ class Batch:
         try:
             kept = self._slots.take(slot, length)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if classify(error) != "out_of_memory":
                 raise
             self._left.clear()  # costs only time
             return

@@ -15,9 +15,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
-from agentrl.workflow.errors import ModelError
+from agentrl.workflow.errors import AgentRLError, ModelError
 from agentrl.workflow.inference.rolling_batch import Batch, Turn
-from agentrl.workflow.models.memory import out_of_memory
+from agentrl.workflow.models.device_errors import as_device_lost, classify
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 
@@ -62,6 +62,8 @@ class RollingEngine:
         self._joining: list[Turn] = []
         self._released: list[int | None] = []
         self._closed = False
+        self._end: AgentRLError = closed_error()
+        """What turns fail with once the engine is closed."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
@@ -70,8 +72,8 @@ class RollingEngine:
         """Submits a request. A prompt that fills the context ends at once as `length`, with nothing sampled.
 
         The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings with a tokenizer that does
-        not give the bytes of its tokens), CheckpointError (weights that cannot be published) or InfraError (the model call
-        failed, the sampler was closed).
+        not give the bytes of its tokens), CheckpointError (weights that cannot be published), InfraError (the model call
+        failed, the sampler was closed) or DeviceLost (no later call on this device can succeed).
         """
         room = self._policy.max_context - len(request.prompt_ids)
         turn = Turn(request, Future(), limit=min(request.max_new_tokens, room))
@@ -110,7 +112,7 @@ class RollingEngine:
     def _enqueue(self, turn: Turn) -> None:
         with self._changed:
             if self._closed:
-                turn.future.set_exception(closed_error())
+                turn.future.set_exception(self._end)
                 return
             self._waiting.append(turn)
             self._changed.notify_all()
@@ -124,11 +126,16 @@ class RollingEngine:
                 self._admit(self._joining)
                 if self._batch.turns:
                     self._advance()
+        except Exception as error:
+            lost = as_device_lost(error)
+            if lost is None:
+                raise
+            self._end = lost
         finally:  # whatever ends the thread, no request waits for ever
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
-                _fail([*self._batch.turns, *self._joining, *self._waiting], closed_error())
+                _fail([*self._batch.turns, *self._joining, *self._waiting], self._end)
 
     def _wait(self) -> bool:
         """Waits until there is work (True) or the engine is closed (False)."""
@@ -181,10 +188,7 @@ class RollingEngine:
             if self._policy.publish(taken[0].request.policy):
                 self._batch.forget()  # keys and values of other weights
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
-            if out_of_memory(error):
-                self._retreat(taken, error)
-            else:
-                _fail(taken, error)
+            self._handle(error, taken)
         else:
             self._join(taken)
 
@@ -193,24 +197,33 @@ class RollingEngine:
         try:
             self._batch.join(turns)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
-            if out_of_memory(error):
-                self._retreat(turns, error)
-            elif len(turns) == 1:
-                _fail(turns, error)
-            else:
+            if len(turns) > 1 and classify(error) == "other":
                 half = len(turns) // 2
                 self._join(turns[:half])
                 self._join(turns[half:])
+            else:
+                self._handle(error, turns)
 
     def _advance(self) -> None:
         """Samples one token for every live turn."""
         try:
             self._batch.step()
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the thread lives on
-            if out_of_memory(error):
-                self._retreat([], error)
-            else:
-                _fail(self._batch.evict(), error)
+            self._handle(error, [])
+
+    def _handle(self, error: Exception, joining: Sequence[Turn]) -> None:
+        """Answer an error of the turns that were about to join, or without any, of the live ones; the thread lives on.
+
+        Raises:
+            Exception: the error, where the device is lost: it ends the thread.
+        """
+        match classify(error):
+            case "out_of_memory":
+                self._retreat(joining, error)
+            case "device_lost":
+                raise error
+            case "other":
+                _fail(joining or self._batch.evict(), error)
 
     def _retreat(self, joining: Sequence[Turn], error: Exception) -> None:
         """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once from now on.

@@ -1,25 +1,15 @@
-"""Recognises out-of-memory errors of any device, and returns freed CPU memory to the system."""
+"""Returns freed CPU memory to the system."""
 
 import ctypes
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
-OOM_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
-
 RETURN_THRESHOLD, DEFAULT_THRESHOLD = 2**20, 2**25
 """Allocation sizes, in bytes, from which memory comes from the system, not the heap: inside the context, and else (glibc's)."""
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether the error means that memory ran out, on a GPU or on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(said in str(error) for said in OOM_MESSAGES)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from agentrl.workflow.trajectory import OPEN
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
 """Advice on a worker that was out of memory."""
 
-LOSS_EVENTS = ("oom", "worker_lost")
-"""Kinds of events that name a worker which is gone; `oom` where it was killed for want of memory."""
+LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
+"""Kinds of events that name a worker which is gone: killed for want of memory, ended because its GPU failed, lost otherwise."""
 
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
     """Tells every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
-    held = (select(table.c.run_id).where(*_is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
+    held = (select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
         log(tx, run, "oom", worker, f"the worker {role} was killed, out of memory. {OOM_HINT}")
@@ -38,7 +38,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
     One that dies again and again, at its start, is told of once.
     """
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
-        said = f"the worker {role} {how}, and is started again; it held {_describe_held_work(tx, run, worker, role)}"
+        said = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
         newest = (
             select(schema.events.c.detail).where(schema.events.c.run_id == run).order_by(schema.events.c.id.desc()).limit(1)
         )
@@ -51,7 +51,7 @@ def _end_leases(tx: Connection, worker: str) -> None:
     """Ends the leases of a worker that is certainly gone, so that nobody waits for them; its claims count as lost."""
     for table in (schema.groups, schema.iterations):
         now = now_ms()
-        tx.execute(update(table).where(*_is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
+        tx.execute(update(table).where(*is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
@@ -77,14 +77,18 @@ def memory_hint(tx: Connection, run: int, claim: str) -> str:
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
 
 
-def _is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
+def is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
+    """Conditions for the open rows of a table of claims that the worker `host:pid` holds."""
     return table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN)
 
 
-def _describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
-    """The claims of the run that the worker held, in words; the holders of calls are unknown, and all calls are sent again."""
+def describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
+    """Return the claims of the run that the worker held, in words.
+
+    The holders of calls are unknown: all calls are sent again.
+    """
     counts = [
-        (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *_is_held_by(table, worker))), word)
+        (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *is_held_by(table, worker))), word)
         for table, word in ((schema.groups, "group"), (schema.iterations, "update"))
     ]
     if role == "tools":

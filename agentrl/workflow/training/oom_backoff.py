@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agentrl.workflow.errors import InfraError
-from agentrl.workflow.models.memory import out_of_memory
+from agentrl.workflow.models.device_errors import classify
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class OomBackoff(Generic[T]):
         try:
             yield pieces
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if classify(error) != "out_of_memory":
                 raise
             several = [piece for piece in pieces if len(piece) > 1]
             if not several:

@@ -27,8 +27,9 @@ from transformers import PrinterCallback
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import InfraError
+from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.logprobs import causal_model, checkpointing
-from agentrl.workflow.models.memory import out_of_memory, return_freed_memory
+from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training.advantages import Credit
@@ -110,7 +111,7 @@ class TrlTrainer(Trainer):
                 _set_kl_anchor(trl, coef, reference)
                 trl.train()
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if classify(error) != "out_of_memory":
                 raise
             raise InfraError("Memory does not suffice for TRL's update.", "Lower update.microbatch_tokens.") from error
         finally:

@@ -25,7 +25,7 @@ const CHARTS = [
   { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
   { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"]] },
 ];
-const LOUD = { failed: "killed", worker_lost: "killed", oom: "killed", update_failed: "killed", group_failed: "killed", resumed: "resumed", going_on: "resumed", extended: "resumed", waiting: "waiting", paused: "waiting" };
+const LOUD = { failed: "killed", worker_lost: "killed", oom: "killed", device_lost: "killed", update_failed: "killed", group_failed: "killed", resumed: "resumed", going_on: "resumed", extended: "resumed", waiting: "waiting", paused: "waiting" };
 const QUIET_EVENTS = new Set(["submitted", "done", "chosen"]);
 
 export function CurvesView({ run, name, version, fresh, events }) {

@@ -1,0 +1,36 @@
+"""The end of a process whose device is lost: its later calls all fail, while a new process can use the device again."""
+
+import os
+import threading
+from logging import getLogger
+
+from agentrl.workers.stack.process import database, heartbeat, shared, threaded, worker_name
+from agentrl.workflow.errors import DeviceLost
+from agentrl.workflow.models.device_errors import as_device_lost
+from agentrl.workflow.store.lost_devices import hand_back_claims
+
+log = getLogger("agentrl.device")
+_ending = threading.Lock()
+"""Held by the thread that ends the process, for good: every job of the process meets the same error."""
+
+
+def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
+    """End this process if the error means that its device is lost; return None for any other error.
+
+    All claims of the process are handed back at once, and others go on from the last commit. Whatever restarts workers (the
+    supervisor, docker) starts a new process.
+
+    A person's own process (strategy "threads") is not ended: there the error is returned, and the caller fails the run with it.
+    """
+    lost = as_device_lost(error)
+    if lost is None or threaded.is_set():
+        return lost
+    _ending.acquire()
+    log.error("%s Exit code %d.", lost.message, lost.exit_code)
+    try:
+        heartbeat().stop()
+        role = "rollout,train" if shared.is_set() else role
+        hand_back_claims(database(), worker_name(), role, lost.reason)
+    except Exception as away:  # noqa: BLE001 - the leases then end by themselves
+        log.warning("the claims could not be handed back: %s", away)
+    os._exit(lost.exit_code)  # at once: destructors of tensors would fail on the device too

@@ -1,0 +1,47 @@
+"""What an exception says of the device: memory ran out, the device is lost, or neither. The one place that decides it."""
+
+from typing import Literal
+
+import torch
+
+from agentrl.workflow.errors import DeviceLost
+
+DeviceError = Literal["out_of_memory", "device_lost", "other"]
+
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED")
+"""Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
+
+_LOST = ("CUDA error:", "HIP error:", "CUDA driver error:", "STATUS_EXECUTION_FAILED", "STATUS_INTERNAL_ERROR")
+"""Texts of errors after which no later call of the device succeeds in this process, where torch has no class for them."""
+
+_UNSUPPORTED = ("no kernel image is available", "invalid device ordinal", "driver version is insufficient")
+"""Texts of errors that a new process meets again: the card or its number does not fit this build of torch."""
+
+
+def classify(error: BaseException) -> DeviceError:
+    """Return what the error says of the device.
+
+    CUDA reports a failed kernel (illegal address, device-side assert, ECC error, launch failure) at every later call in the
+    process: `device_lost` means that only a new process can use the device again.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in _OUT_OF_MEMORY):
+        return "out_of_memory"
+    if isinstance(error, DeviceLost):
+        return "device_lost"
+    if any(part in text for part in _UNSUPPORTED):
+        return "other"
+    if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and any(part in text for part in _LOST)):
+        return "device_lost"
+    return "other"
+
+
+def as_device_lost(error: BaseException) -> DeviceLost | None:
+    """Return the error as `DeviceLost` if it means that, else None."""
+    if isinstance(error, DeviceLost):
+        return error
+    if classify(error) != "device_lost":
+        return None
+    lost = DeviceLost(str(error).partition("\n")[0].strip().rstrip("."))
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,39 @@
+"""Claims of a worker whose GPU failed. They are handed back at once; what bounds the repetition is the run's event log."""
+
+from sqlalchemy import Connection, func, select, update
+
+from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.store.lost_workers import describe_held_work, is_held_by
+from agentrl.workflow.store.planning import IS_AT_WORK, log
+from agentrl.workflow.store.train_claims import set_run_status
+from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.columns import now_ms
+
+MAX_DEVICE_LOSSES = 5
+"""A run fails once its workers have lost their devices this often since a group or an iteration of it ended."""
+
+
+@transaction
+def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
+    """Hand back all claims of the worker `host:pid`, whose device failed for `reason`; no loss and no attempt is counted.
+
+    A device that fails again and again without any progress of a run fails that run: else it would go on for ever.
+    """
+    for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
+        held = describe_held_work(tx, run, worker, role)
+        log(tx, run, "device_lost", worker, f"the worker {role} ended because its device failed ({reason}); it held {held}")
+        if _count_losses(tx, run) >= MAX_DEVICE_LOSSES:
+            failed = f"The device failed {MAX_DEVICE_LOSSES} times without any progress, at last at {worker}: {reason}."
+            set_run_status(tx, run, "failed", f"{failed} Check it there: agentrl doctor")
+    for table in (schema.groups, schema.iterations):
+        tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() - 1, worker=""))
+
+
+def _count_losses(tx: Connection, run: int) -> int:
+    """Return how many devices the run has lost since a group or an iteration of it ended."""
+    events, count = schema.events.c, select(func.count()).select_from(schema.events)
+    count = count.where(events.run_id == run, events.kind == "device_lost")
+    for table in (schema.groups, schema.iterations):
+        ended = select(func.max(table.c.finished_at)).where(table.c.run_id == run).scalar_subquery()
+        count = count.where(events.created_at >= func.coalesce(ended, events.created_at))
+    return int(tx.execute(count).scalar_one())

@@ -1,0 +1,52 @@
+"""Claims of workers whose GPU failed: handed back, and bounded by the run's progress."""
+
+import pytest
+
+from agentrl.workflow.store import rollout_claims, train_claims
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.lost_devices import MAX_DEVICE_LOSSES, hand_back_claims
+from tests.support.played_runs import play, start, submission, values
+
+REASON = "CUDA error: unspecified launch failure"
+
+
+def lose(db: Database, group: int, pid: int, times: int) -> None:
+    """So many workers claim the group and lose their device."""
+    for number in range(times):
+        assert rollout_claims.claim_group(db, group, f"host:{pid + number}/1", 60) is not None
+        hand_back_claims(db, f"host:{pid + number}", "rollout", REASON)
+
+
+def test_hand_back_claims_frees_groups_at_once_and_counts_nothing(database: Database) -> None:
+    first, second = start(database, submission())
+    assert rollout_claims.claim_group(database, second, "host:77/1", 60) is not None
+    lose(database, first, 7, 1)
+    assert rollout_claims.claim_group(database, first, "host:8/1", 60) is not None
+    assert rollout_claims.claim_group(database, second, "host:8/2", 60) is None  # 77 begins with 7, and is another process
+    assert values(database, "SELECT losses + failures FROM groups") == [0, 0]
+    assert values(database, "SELECT kind FROM events WHERE kind IN ('device_lost', 'worker_lost')") == ["device_lost"]
+    (said,) = values(database, "SELECT detail FROM events WHERE kind = 'device_lost'")
+    assert said == f"the worker rollout ended because its device failed ({REASON}); it held 1 group"
+
+
+def test_hand_back_claims_frees_an_iteration_without_a_loss(database: Database) -> None:
+    for group in start(database, submission()):
+        play(database, group)
+    (iteration,) = values(database, "SELECT id FROM iterations")
+    assert train_claims.claim_iteration(database, iteration, "host:7/1", 60) is not None
+    hand_back_claims(database, "host:7", "train", REASON)
+    assert train_claims.claim_iteration(database, iteration, "host:8/1", 60) is not None
+    assert values(database, "SELECT losses FROM iterations") == [0]
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_devices_lost_without_progress_fail_the_run(database: Database, progress: bool) -> None:
+    first, second = start(database, submission())
+    lose(database, first, 10, MAX_DEVICE_LOSSES - 1)
+    if progress:
+        database.write(lambda tx: tx.exec_driver_sql("UPDATE events SET created_at = '2001-01-01 00:00:00'"))  # long before
+        play(database, second)
+    lose(database, first, 20, 1)
+    assert values(database, "SELECT status FROM runs") == ["running" if progress else "failed"]
+    (reason,) = values(database, "SELECT reason FROM runs")
+    assert (f"failed {MAX_DEVICE_LOSSES} times" in reason and REASON in reason) is not progress
