@@ -54,7 +54,7 @@ class Settings(BaseSettings):
         description="Where new runs keep checkpoints: s3://BUCKET/PREFIX, file:///MOUNT or a folder; empty: runs in home.",
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")
-    slots: int = Field(default=128, ge=1, description="Turns that are sampled at once, at most; halved where memory runs out.")
+    slots: int = Field(default=128, ge=1, description="Turns that are sampled at once, at most; fewer while memory runs out.")
     engine_url: str = Field(
         default="", description="http:// URL of the server that the engines openai and llamacpp sample with."
     )

@@ -18,6 +18,7 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import CheckpointError, DeviceLost, InfraError, ModelError
+from agentrl.workflow.inference import rolling_engine
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.inference.sampling import sample, uniforms
@@ -309,6 +310,50 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
     assert all_same(exact, requests, completions, expected)
 
 
+def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolling_engine, "CALM_STEPS", 10)
+    engine = RollingEngine(exact, slots=8)
+    rows: list[int] = []
+
+    def peak_of_another_process(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        rows.append(len(args[0]))
+        if len(rows) < 20 and rows[-1] > 2:
+            raise torch.OutOfMemoryError("as if")
+
+    requests = requests_of(ref, 48)
+    with exact.sampling() as model:
+        hook = first_layer(model).register_forward_pre_hook(peak_of_another_process)
+    try:
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    finally:
+        hook.remove()
+        engine.close()
+    assert all_same(exact, requests, completions, [alone(exact, request) for request in requests])
+    assert max(rows[20:24]) <= 4
+    assert max(rows[24:]) == 8
+
+
+def test_slot_limit_waits_twice_as_long_for_a_size_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolling_engine, "CALM_STEPS", 10)
+    limit, waits = rolling_engine._SlotLimit(8), list[int]()
+    for _ in range(4):
+        limit.halve(8)
+        assert limit.limit == 4
+        waits.append(1)
+        while not limit.note_calm_step():
+            waits[-1] += 1
+        assert limit.limit == 8
+    assert waits == [10, 20, 40, 80]
+    for _ in range(80):
+        assert not limit.note_calm_step()
+    limit.halve(6)  # after a long calm time: another peak
+    assert limit.limit == 3
+    assert [limit.note_calm_step() for _ in range(10)] == [False] * 9 + [True]
+    assert limit.limit == 6
+    assert [limit.note_calm_step() for _ in range(10)] == [False] * 9 + [True]
+    assert limit.limit == 8
+
+
 def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
     engine: RollingEngine, exact: Policy, ref: PolicyRef
 ) -> None:
@@ -577,7 +622,7 @@ def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, r
         assert all(future.result(60).token_ids for future in pair)
     finally:
         hook.remove()
-    assert engine._limit == 2
+    assert engine._slots.limit == 2
     with tokens_read(exact) as read:
         engine.submit(next_turn(request, context)).result(60)
     engine.close()

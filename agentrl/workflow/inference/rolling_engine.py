@@ -26,6 +26,9 @@ log = getLogger("agentrl.engine")
 IDLE_SECONDS = 2.0
 """After this long without work, the KV cache is freed."""
 
+CALM_STEPS = 2000
+"""After this many tokens during which turns waited for a slot, and memory sufficed, twice as many slots are tried."""
+
 SHARE = 8
 """While more turns wait than fit, they join once n / SHARE of the n slots are free: reading a prompt costs each of the others
 about a token's time, an empty slot costs only its own."""
@@ -49,7 +52,7 @@ class RollingEngine:
 
     def __init__(self, policy: Policy, slots: int = 128) -> None:
         self._policy = policy
-        self._limit = slots
+        self._slots = _SlotLimit(slots)
         with policy.sampling() as model:
             config = cast(PreTrainedConfig, model.config)
         layers = DynamicCache(config=config)
@@ -170,8 +173,9 @@ class RollingEngine:
             if not self._batch.turns and self._waiting:
                 self._weights = self._waiting[0].request.policy.weights
                 self._waiting = deque(sorted(self._waiting, key=lambda turn: turn.request.policy.weights != self._weights))
-            room = self._limit - len(self._batch.turns)
-            if room < min(len(self._waiting), self._limit // SHARE):
+            limit = self._slots.limit
+            room = limit - len(self._batch.turns)
+            if room < min(len(self._waiting), limit // SHARE):
                 return []
             while self._waiting and len(taken) < room:
                 if self._waiting[0].request.policy.weights != self._weights:
@@ -210,6 +214,9 @@ class RollingEngine:
             self._batch.step()
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the thread lives on
             self._handle(error, [])
+        else:
+            if self._waiting and self._slots.note_calm_step():
+                log.info("memory has sufficed for a while: from now on %d turns at once", self._slots.limit)
 
     def _handle(self, error: Exception, joining: Sequence[Turn]) -> None:
         """Answer an error of the turns that were about to join, or without any, of the live ones; the thread lives on.
@@ -226,7 +233,7 @@ class RollingEngine:
                 _fail(joining or self._batch.evict(), error)
 
     def _retreat(self, joining: Sequence[Turn], error: Exception) -> None:
-        """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once from now on.
+        """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once for a while.
 
         Evicted turns go back to the head of the queue and continue from there.
         """
@@ -238,10 +245,41 @@ class RollingEngine:
             if len(turns) == 1:
                 _fail(turns, error)
                 return
-            self._limit = max(1, len(turns) // 2)
-            log.warning("memory does not suffice for %d turns at once: from now on %d", len(turns), self._limit)
+            self._slots.halve(len(turns))
+            log.warning("memory does not suffice for %d turns at once: from now on %d", len(turns), self._slots.limit)
         with self._changed:
             self._waiting.extendleft(reversed(turns))
+
+
+class _SlotLimit:
+    """How many turns are sampled at once: halved where memory runs out, doubled after a calm time, up to `slots`.
+
+    Another process's peak passes, while a size that is too large stays so: if it fails soon after it was tried again, the next
+    try waits twice as long.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.limit = slots
+        self._slots = slots
+        self._patience = CALM_STEPS
+        self._calm_steps = 0
+        self._has_grown = False
+
+    def halve(self, turns: int) -> None:
+        """Allow half as many as the `turns` for which memory did not suffice."""
+        failed_again = self._has_grown and self._calm_steps < self._patience
+        self._patience = 2 * self._patience if failed_again else CALM_STEPS
+        self.limit = max(1, turns // 2)
+        self._calm_steps, self._has_grown = 0, False
+
+    def note_calm_step(self) -> bool:
+        """Count a token that was sampled while turns waited for a slot; return whether the limit was raised."""
+        self._calm_steps += 1
+        if self.limit == self._slots or self._calm_steps < self._patience:
+            return False
+        self.limit = min(2 * self.limit, self._slots)
+        self._calm_steps, self._has_grown = 0, True
+        return True
 
 
 def _fail(turns: Sequence[Turn], error: Exception) -> None:
