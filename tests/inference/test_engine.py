@@ -18,7 +18,7 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import CheckpointError, DeviceLost, InfraError, ModelError
-from agentrl.workflow.inference import rolling_engine
+from agentrl.workflow.inference import rolling_batch, rolling_engine
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.inference.sampling import sample, uniforms
@@ -308,6 +308,17 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
         hook.remove()
     assert max(calls) > 3
     assert all_same(exact, requests, completions, expected)
+
+
+def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = threading.Event()
+    monkeypatch.setattr(rolling_engine, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(rolling_batch, "free_cached_blocks", lambda device: freed.set())
+    engine = RollingEngine(exact, slots=2)
+    assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
+    assert freed.wait(60)
+    assert engine._batch._slots.tokens == 0
+    engine.close()
 
 
 def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:

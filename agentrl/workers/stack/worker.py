@@ -44,6 +44,9 @@ SUPERVISOR = "AGENTRL_SUPERVISOR"
 ORPHAN_SECONDS = 40.0
 """The time in which a worker whose supervisor is gone hands its claims back."""
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables that configure torch's allocator: its name since torch 2.9, and older ones, which take precedence."""
+
 SWITCH_SECONDS = 0.0005
 """The interpreter's switch interval, instead of 5 ms: the sampler needs the GIL after each of the model's operations, a hundred
 times for a token, and beside one busy thread took five times as long as alone; so did a tool call.
@@ -66,6 +69,8 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
         raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
     set_up_logging()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if SHARED_ROLES.intersection(roles):
+        _let_segments_grow()
     if SUPERVISOR in os.environ:
         threading.Thread(
             target=_end_with_supervisor, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True
@@ -76,6 +81,15 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
         import_module(MODULES["endpoint"]).run(**listening)
     else:
         _run_queues(roles, concurrency or sum(CONCURRENCY.get(role, settings().agents) for role in roles))
+
+
+def _let_segments_grow() -> None:
+    """Let the segments of torch's CUDA allocator grow, unless the environment configures it; before torch is imported.
+
+    The sampler's KV cache grows by copies, each a little larger than the last: of fixed segments none fits the next copy.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def set_up_logging() -> None:
@@ -176,6 +190,7 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
     from agentrl.workers.stack.process import stopping
 
     setup_worker_optimizations(app)
+    _let_segments_grow()
     with pause_gc():
         for role in WITHOUT_AGENTS:
             import_module(MODULES[role])  # before any worker starts: each reads the list of jobs only once

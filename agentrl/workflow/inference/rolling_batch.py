@@ -22,6 +22,7 @@ from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
 from agentrl.workflow.inference.sampling import likeliest, lowest_logit, sample, scale_logits, uniforms
 from agentrl.workflow.models.device_errors import classify
+from agentrl.workflow.models.memory import free_cached_blocks
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
@@ -178,9 +179,10 @@ class Batch:
             self._left.pop(session, None)
 
     def clear(self) -> None:
-        """Frees all memory; no turn may be live."""
+        """Frees all memory, for other processes too; no turn may be live."""
         self._left.clear()
         self._slots.clear()
+        free_cached_blocks(self._policy.device)
 
     # joining
 

@@ -54,7 +54,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> 
         _loading_lock,
         pause_gc(),
         _translate_faults(folder, "model"),
-        return_freed_memory(config.load_in_4bit or config.load_in_8bit),
+        return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
     return _disable_repacking(model) if config.load_in_4bit else model

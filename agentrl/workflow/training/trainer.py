@@ -85,7 +85,7 @@ class Trainer:
             RewardError: an episode's reward is no finite number.
         """
         started = time.perf_counter()
-        with self._policy.lock, return_freed_memory(self._config.lean):
+        with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
             self._set_rates(iteration)
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
             if isinstance(prepared, Update):
@@ -102,7 +102,7 @@ class Trainer:
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
         """Previews the first step that the update would take, and undoes it. Raises as `update` does."""
-        with self._policy.lock, return_freed_memory(self._config.lean):
+        with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
             self._set_rates(iteration)
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
             if isinstance(prepared, Update):

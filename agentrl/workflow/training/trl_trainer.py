@@ -83,7 +83,7 @@ class TrlTrainer(Trainer):
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
             return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
         try:
-            with self._policy.lock, return_freed_memory(self._config.lean):
+            with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
                 steps = self._run_trl(tokens.rows, [float(e.reward or 0.0) for e in episodes], iteration)
         except NotFinite as error:
             return Update(advantages=advantages, dropped=dropped, skipped=str(error), bad=True)
