@@ -95,12 +95,25 @@ def _torch(where: Any) -> Iterator[Check]:
         return
     found = [facts["version"], *(facts["gpus"] or ["no GPU"])]
     found.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
-    if facts["unusable"]:
-        found.append(f"AGENTRL_DEVICE={where.device} cannot be used: {facts['unusable']}")
-        yield Check("torch", "fail", ", ".join(found), "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N.")
-    else:
-        yield Check("torch", "ok", ", ".join(found))
+    yield Check("torch", "ok", ", ".join(found))
+    yield _device(where.device, facts["device"])
     yield _cpu(facts)
+
+
+def _device(asked: str, facts: dict[str, Any]) -> Check:
+    """Checks that the device that models use runs a kernel."""
+    if "unusable" in facts:
+        found = f"{facts['name']} (AGENTRL_DEVICE={asked}) cannot be used: {facts['unusable']}"
+        todo = "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N."
+        if kernels := facts["kernels"]:
+            found += f"; this build of torch has kernels for {', '.join(kernels)}"
+            todo = "Install a build of torch for this card (https://pytorch.org/get-started), or set AGENTRL_DEVICE=cpu."
+        return Check("device", "fail", found, todo)
+    found = f"{facts['name']} runs a matrix product; LoRA computes in {facts['dtype']}"
+    if "gpu" in facts:
+        free, total = (facts[name] / 2**30 for name in ("free", "total"))
+        found += f"; {facts['gpu']}, compute capability {facts['capability']}, {free:.1f} of {total:.1f} GiB free"
+    return Check("device", "ok", found)
 
 
 def _cpu(facts: dict[str, Any]) -> Check:

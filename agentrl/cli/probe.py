@@ -15,7 +15,7 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """Version, threads, GPUs and CPU; why the settings' device cannot be used, empty if it can.
+    """Return version, threads, GPUs and CPU, and facts of the device that models use here (see `_device_facts`).
 
     `lacking`: for each dtype that the sampler packs on a CPU, why it does not here, empty if it does.
     """
@@ -28,20 +28,32 @@ def torch_facts(device: str) -> dict[str, Any]:
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "unusable": "" if device == "auto" else _device_trouble(device),
+        "device": _device_facts(device),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "lacking": {str(dtype).removeprefix("torch."): why_not_packed(dtype) for dtype in ROUNDING},
     }
 
 
-def _device_trouble(device: str) -> str:
+def _device_facts(asked: str) -> dict[str, Any]:
+    """Return the device's name, the precision of LoRA on it, its GPU's name, memory and capability; or why it is `unusable`."""
     import torch
 
+    from agentrl.workflow.models.devices import auto_dtype, pick_device, try_kernel
+
+    name = pick_device(asked)
     try:
-        torch.empty(1, device=device)
+        device = torch.device(name)
+        facts: dict[str, Any] = {"name": name}
+        if device.type == "cuda":
+            card, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+            facts |= {"gpu": card.name, "capability": f"{card.major}.{card.minor}", "free": free, "total": total}
+        dtype = auto_dtype(device, "lora")
+        try_kernel(device, dtype)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without such devices
-        return str(error).splitlines()[0].rstrip(".") or type(error).__name__
-    return ""
+        said = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        kernels = torch.cuda.get_arch_list() if "no kernel image" in said else []
+        return {"name": name, "unusable": said, "kernels": kernels}
+    return facts | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def template_facts(folder: str) -> dict[str, Any]:
@@ -81,7 +93,7 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
     """Why the optimizer cannot run here; empty if it can."""
     from agentrl.workflow.errors import AgentRLError
-    from agentrl.workflow.models.loading import pick_device
+    from agentrl.workflow.models.devices import pick_device
     from agentrl.workflow.training.optimizer import check_optimizer
 
     try:

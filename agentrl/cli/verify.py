@@ -79,7 +79,9 @@ def _say_remark(report: "TokensReport") -> None:
     for sentence in report.unverified:
         say(f"NOT VERIFIED: {sentence}")
     if report.precision == "float32" and (report.logprob or report.draw):
-        say("This was computed in float32. A LoRA policy with dtype: auto samples in bfloat16 on a GPU: verify it on one.")
+        say(
+            "This was computed in float32. A LoRA policy with dtype: auto samples in half precision on a GPU: verify it on one."
+        )
 
 
 def _report_document(found: Any) -> Any:

@@ -92,7 +92,9 @@ class ModelConfig(Section):
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
     lora_targets: Texts = Field(PROJECTIONS, min_length=1, max_length=64, description="Linear layers that LoRA trains, by name")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: bfloat16 on GPUs, else float32")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: LoRA on a GPU in half precision, else float32"
+    )
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
     )

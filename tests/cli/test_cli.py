@@ -31,6 +31,7 @@ from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.hooks import Hook
+from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 from agentrl.workflow.settings import Settings, settings
@@ -786,8 +787,11 @@ def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path
 
 def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
-    assert {"python", "packages", "torch", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(checks)
-    assert checks["torch"]["state"] == "ok"
+    assert {"python", "packages", "torch", "device", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(
+        checks
+    )
+    assert checks["torch"]["state"] == checks["device"]["state"] == "ok"
+    assert f"{pick_device('auto')} runs a matrix product" in checks["device"]["found"]
     roads = {dtype: f"plain ({why})" if (why := why_not_packed(dtype)) else "packed" for dtype in ROUNDING}
     assert all(f"{dtype} {road}".removeprefix("torch.") in checks["cpu"]["found"] for dtype, road in roads.items())
     assert not home.exists()
@@ -800,10 +804,10 @@ def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were
     monkeypatch.setenv("AGENTRL_THREADS", "3")
     settings.cache_clear()
     assert main(["doctor", "--json"]) == 4
-    (check,) = [check for check in json.loads(capsys.readouterr().out) if check["name"] == "torch"]
-    assert check["state"] == "fail"
-    assert "AGENTRL_DEVICE=cuda:99 cannot be used" in check["found"]
-    assert "3 CPU threads" in check["found"]
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert checks["device"]["state"] == "fail"
+    assert "cuda:99 (AGENTRL_DEVICE=cuda:99) cannot be used" in checks["device"]["found"]
+    assert "3 CPU threads" in checks["torch"]["found"]
 
 
 def test_doctor_exits_with_4_where_a_service_is_away(

@@ -334,10 +334,10 @@ def _check_model(config: RunConfig, base: str) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     if {
-        "agentrl.workflow.models.loading",
+        "agentrl.workflow.models.devices",
         "agentrl.workflow.training.optimizer",
     } <= sys.modules.keys():  # as in each worker that trains
-        device = sys.modules["agentrl.workflow.models.loading"].pick_device(settings().device)
+        device = sys.modules["agentrl.workflow.models.devices"].pick_device(settings().device)
         sys.modules["agentrl.workflow.training.optimizer"].check_optimizer(config.update.optimizer, device)
 
 

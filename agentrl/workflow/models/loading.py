@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.devices import auto_dtype
 from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
 from agentrl.workflow.models.memory import return_freed_memory
@@ -41,7 +42,7 @@ _loading_lock = threading.Lock()
 """Held while transformers builds a model: of two built at once, one has its tied weights untied."""
 
 
-def load(config: ModelConfig, folder: Path, device: torch.device, kind: str) -> Any:
+def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal["lora", "full"]) -> Any:
     """Loads the model; `kind` (lora or full) decides what `auto` precision means.
 
     Raises:
@@ -103,13 +104,6 @@ def check_targets(config: ModelConfig, model: Any) -> None:
 def _other_shapes(folder: Path, which: str = "") -> ModelError:
     said = f"The weights in {str(folder)!r} have other shapes than its config.json says"
     return ModelError(f"{said}: {which}." if which else f"{said}.", _COPY)
-
-
-def pick_device(device: str) -> str:
-    """The device; `auto` becomes the best that this machine has."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
@@ -189,13 +183,12 @@ def _sentence(error: Exception) -> str:
     return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
 
 
-def _dtype(config: ModelConfig, device: torch.device, kind: str) -> torch.dtype:
+def _dtype(config: ModelConfig, device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:
     if config.numerics == "exact":
         return torch.float64
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    # Trained weights need more bits than bfloat16 has: steps are about 1e-4.
-    return torch.bfloat16 if device.type == "cuda" and kind == "lora" else torch.float32
+    return auto_dtype(device, kind)
 
 
 def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_fi
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
+from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
 from agentrl.workflow.models.memory_estimate import COPY_LIMIT
@@ -95,7 +96,7 @@ class Policy:
             torch.use_deterministic_algorithms(True)
         if threads:
             torch.set_num_threads(threads)
-        return cls(config, model_folder(path, config.trust_remote_code), loading.pick_device(device), weights)
+        return cls(config, model_folder(path, config.trust_remote_code), pick_device(device), weights)
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:

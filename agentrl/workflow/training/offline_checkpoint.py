@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +24,7 @@ from torch import nn
 
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
+from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.optimizer import optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
@@ -71,8 +73,8 @@ class Resumable:
         self._wait = MIN_SECONDS_APART
         self._written = time.monotonic()
 
-    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Restores weights and optimizer from the last checkpoint; returns the number of steps done, 0 without one.
+    def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, loss_scale: LossScale) -> int:
+        """Restores weights, optimizer and loss scale from the last checkpoint; returns the number of steps done, 0 without one.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of other parameters.
@@ -90,6 +92,9 @@ class Resumable:
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
         set_optimizer_state(optimizer, parameters, state)
+        scale = _read_state(self._folder).get("loss_scale")
+        if loss_scale.is_used and scale is not None:
+            loss_scale.state = scale
         return read_progress(self._folder)[1]
 
     def save_if_due(
@@ -98,6 +103,7 @@ class Resumable:
         steps: int,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale,
         now: bool = False,
     ) -> None:
         """Writes a checkpoint after that step, where one is due or is wanted now.
@@ -112,7 +118,9 @@ class Resumable:
             tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in parameters.items()}
             save_file(tensors, folder / sealed_folder.WEIGHTS)
             save_file(optimizer_state(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
-            (folder / sealed_folder.STATE).write_text(json.dumps({"key": self._key, "done": done, "steps": steps}))
+            progress = {"key": self._key, "done": done, "steps": steps}
+            progress |= {"loss_scale": loss_scale.state} if loss_scale.is_used else {}
+            (folder / sealed_folder.STATE).write_text(json.dumps(progress))
 
         began = time.monotonic()
         sealed_folder.write(self._folder, writer, AGAIN_HINT)
@@ -160,14 +168,18 @@ def read_progress(folder: Path) -> tuple[str, int, int]:
         CheckpointError: it cannot be read.
     """
     try:
-        with (folder / sealed_folder.STATE).open("rb") as file:
-            state = json.loads(file.read(LARGEST_STATE))
+        state = _read_state(folder)
         key, done, steps = state["key"], state["done"], state["steps"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unusable(folder) from error
     if type(key) is not str or type(done) is not int or type(steps) is not int or not 0 < done < steps:
         raise _unusable(folder)
     return key, done, steps
+
+
+def _read_state(folder: Path) -> Any:
+    with (folder / sealed_folder.STATE).open("rb") as file:
+        return json.loads(file.read(LARGEST_STATE))
 
 
 def _check(last: Path, key: str, target: Path) -> None:

@@ -26,6 +26,7 @@ from agentrl.workflow.models.parameters import Parameters, count_parameters
 from agentrl.workflow.models.policy import Policy, open_with_weights
 from agentrl.workflow.training import packing
 from agentrl.workflow.training.batch import Row, collate, rows_of, size
+from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.merging import merge_weights, write_model
 from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
 from agentrl.workflow.training.oom_backoff import OomBackoff
@@ -240,7 +241,8 @@ def train(
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
     optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
-    done = kept.load(parameters, optimizer) if kept else 0
+    loss_scale = LossScale(module)
+    done = kept.load(parameters, optimizer, loss_scale) if kept else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
     backoff = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
@@ -251,9 +253,13 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
             batch = [examples[number] for number in numbers]
-            with seed_dropout(f"{recipe.seed}|{step}", device):
-                metrics = accumulate(module, batch, objective, backoff)
-            norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
+            repeats = True
+            while repeats:
+                with seed_dropout(f"{recipe.seed}|{step}", device):
+                    metrics = accumulate(module, batch, objective, backoff, loss_scale.factor)
+                loss_scale.unscale(parameters.values())
+                norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
+                repeats = loss_scale.must_repeat(metrics["loss"], norm)
             if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
                 if kept:
                     kept.drop()
@@ -266,7 +272,7 @@ def train(
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff)}
             stopped = stop() and step + 1 < recipe.steps
             if kept:
-                kept.save_if_due(step + 1, recipe.steps, parameters, optimizer, now=stopped)
+                kept.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
             progress.step(
                 step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
             )
@@ -277,20 +283,22 @@ def train(
     return metrics
 
 
-def accumulate(module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> Metrics:
-    """The gradient of one batch, which does not depend on how it is cut, and its metrics."""
+def accumulate(
+    module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], factor: float = 1.0
+) -> Metrics:
+    """The gradient of one batch times `factor`, which does not depend on how it is cut, and its metrics."""
     whole = sum(map(objective.weight, batch))
     for attempt in backoff.attempts(batch):
         module.zero_grad(set_to_none=True)
         with attempt as pieces:
-            metrics = add_up(_backward(module, piece, objective, whole) for piece in pieces)
+            metrics = add_up(_backward(module, piece, objective, whole, factor) for piece in pieces)
     return metrics
 
 
-def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T], whole: float) -> Metrics:
+def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T], whole: float, factor: float) -> Metrics:
     terms = objective.terms(examples, row_logprob_sums(module, examples, objective))
     shares = {name: value / whole for name, value in terms.items()}
-    shares["loss"].backward()  # type: ignore[no-untyped-call]
+    (shares["loss"] * factor).backward()  # type: ignore[no-untyped-call]
     return {name: value.item() for name, value in shares.items()}
 
 

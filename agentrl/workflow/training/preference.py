@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from agentrl.workflow.errors import ConfigError, StateError
-from agentrl.workflow.models.loading import pick_device
+from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.training.batch import Row

@@ -20,7 +20,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import DatasetError, StateError
-from agentrl.workflow.models.loading import pick_device
+from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.lookup import TINY, refuse_existing
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.models.tiny import tiny_model, tiny_tokenizer

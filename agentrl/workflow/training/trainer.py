@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +28,7 @@ from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
 from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state
 from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate, UpdatePreparation
@@ -48,7 +50,7 @@ def require_finite(loss: float, norm: float) -> None:
 
 
 class Trainer:
-    """Updates a policy, and holds what outlives an update: optimizer, learning rate, critic, weight of the KL, counters.
+    """Updates a policy, and holds what outlives an update: optimizer, rates, critic, weight of the KL, loss scale, counters.
 
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
@@ -158,11 +160,15 @@ class Trainer:
         return self._scorer.kl_from_start(prepared.tokens, rows, prepared.known.start) > limit
 
     def _step(self, prepared: PreparedUpdate, minibatch: Minibatch, iteration: int) -> Metrics:
-        sums = self._accumulate(prepared, minibatch)
-        if self._critic is not None and iteration < self._config.critic.warmup:
-            for parameter in self._policy.trainable().values():
-                parameter.grad = None
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
+        repeats = True
+        while repeats:
+            sums = self._accumulate(prepared, minibatch)
+            if self._critic is not None and iteration < self._config.critic.warmup:
+                for parameter in self._policy.trainable().values():
+                    parameter.grad = None
+            self._loss_scale.unscale(self._parameters.values())
+            norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
+            repeats = self._loss_scale.must_repeat(sums["loss"], norm)
         require_finite(sums["loss"], norm)
         self._optimizer.step()
         self._require_finite_weights()
@@ -191,7 +197,7 @@ class Trainer:
         known = prepared.known.on_lines(prepared.tokens.places(rows), batch.loss_mask[:, 1:], scores.logprobs.dtype)
         terms = self._loss.terms(batch, scores, known, counts, self.kl_coef)
         if torch.is_grad_enabled():
-            terms.loss.backward()  # type: ignore[no-untyped-call]
+            (terms.loss * self._loss_scale.factor).backward()  # type: ignore[no-untyped-call]
         return dict(zip(terms.sums, torch.stack([value.double() for value in terms.sums.values()]).tolist(), strict=True))
 
     def _require_finite_weights(self) -> None:
@@ -213,12 +219,14 @@ class Trainer:
         found = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._policy.trainable().values())
         return torch.cat([gradient.detach().cpu().flatten() for gradient in found])
 
-    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, int]]:
         weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        return weights, {name: moment.clone() for name, moment in optimizer_state(self._optimizer, self._parameters).items()}
+        state = {name: moment.clone() for name, moment in optimizer_state(self._optimizer, self._parameters).items()}
+        return weights, state, self._loss_scale.state
 
     @torch.no_grad()
-    def _restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    def _restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], loss_scale: tuple[float, int]) -> None:
+        self._loss_scale.state = loss_scale
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
         self._optimizer.state.clear()
@@ -233,7 +241,8 @@ class Trainer:
             save_file(optimizer_state(self._optimizer, self._parameters), folder / sealed_folder.OPTIMIZER)
             if self._critic is not None:
                 save_critic(self._critic, folder)
-        state = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
+        state: dict[str, Any] = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
+        state |= {"loss_scale": self._loss_scale.state} if self._loss_scale.is_used else {}
         (folder / sealed_folder.STATE).write_text(json.dumps(state))
         self._plain = self._plain or exported_files.make_files(self._policy, folder)
         sealed_folder.link_shared(folder, self._plain)
@@ -282,6 +291,8 @@ class Trainer:
             self.updates = int(state["updates"])
             if self._options.kl_target is not None:  # else it is the config's
                 self.kl_coef = float(state["kl_coef"])
+            if self._loss_scale.is_used and "loss_scale" in state:
+                self._loss_scale.state = state["loss_scale"]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise sealed_folder.broken_error(folder, f"the optimizer's state cannot be read: {error}") from error
 
@@ -294,6 +305,8 @@ class Trainer:
         self._optimizer = make_optimizer(options.optimizer, parameters, rate, BETAS, decay)
         if self._critic is not None:
             self._optimizer.add_param_group({"params": list(self._critic.parameters()), "weight_decay": 0.0})
+        with self._policy.training() as module:
+            self._loss_scale = LossScale(module)
         self.kl_coef = self._options.kl_coef
         self.iteration = -1
         self.updates = 0

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PrinterCallback
 
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.errors import InfraError
+from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.logprobs import causal_model, checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
@@ -62,6 +62,8 @@ class TrlTrainer(Trainer):
         require_trl()
         check_trl(config)
         super().__init__(policy, config, iterations)
+        if self._loss_scale.is_used:
+            raise ConfigError("The trainer trl does not scale the loss as float16 needs it.", "Set model.dtype=float32.")
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:

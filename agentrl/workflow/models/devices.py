@@ -1,0 +1,40 @@
+"""The device that a model runs on: which one, in what precision, and whether it runs a kernel."""
+
+from typing import Literal
+
+import torch
+
+SIDE = 16
+"""Side of the matrices of the trial kernel: their product's elements, 16, and its sum, 4096, are exact in every dtype."""
+
+
+def pick_device(device: str) -> str:
+    """Return the device; `auto` becomes the best that this machine has."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:
+    """Return the precision of `model.dtype: auto`.
+
+    LoRA on a GPU computes in bfloat16, or in float16 on a card that has no bfloat16 units (Turing and older), where torch only
+    emulates it. All else computes in float32: trained weights need more bits than bfloat16 has, as steps are about 1e-4.
+    """
+    if device.type != "cuda" or kind == "full":
+        return torch.float32
+    with torch.cuda.device(device):
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float16
+
+
+def try_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    """Run a small matrix product on the device and wait for it.
+
+    Raises:
+        RuntimeError, AssertionError: the device is not there, its driver does not fit, or torch has no kernels for it.
+    """
+    ones = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
+    product = float((ones @ ones).sum())  # reading it waits for the kernel
+    if product != SIDE**3:
+        raise RuntimeError(f"a matrix product on it is {product}, not {SIDE**3}")
