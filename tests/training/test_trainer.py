@@ -29,7 +29,7 @@ from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import TokenBatch, clipped
 from agentrl.workflow.training.reports import Update, select_groups
-from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.training.trainer import NotFinite, Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 from tests.support.grpo_formula import grpo_credits
 from tests.support.numerics import DEVICE, PRECISION, asked, cpu_alone, nearly, same_gradient, tolerance
@@ -651,6 +651,19 @@ with return_freed_memory(torch.device("cpu"), True):
     print(given_back())
 print(given_back())
 """
+
+
+def test_finite_weights_are_checked_with_one_wait_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trainer = trainer_of(folder, config(4))
+    reads: list[torch.Size] = []
+    read = Tensor.__bool__
+    monkeypatch.setattr(Tensor, "__bool__", lambda tensor: (reads.append(tensor.shape), read(tensor))[1])
+    trainer._require_finite_weights()
+    assert len(reads) == 1 < len(trainer._parameters)
+    with torch.no_grad():
+        list(trainer._parameters.values())[-1].view(-1)[0] = float("nan")
+    with pytest.raises(NotFinite):
+        trainer._require_finite_weights()
 
 
 def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:

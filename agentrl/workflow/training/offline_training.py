@@ -30,7 +30,7 @@ from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.merging import merge_weights, write_model
 from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
 from agentrl.workflow.training.oom_backoff import OomBackoff
-from agentrl.workflow.training.optimizer import make_optimizer
+from agentrl.workflow.training.optimizer import make_optimizer, take_step
 from agentrl.workflow.training.reports import Metrics, add_up
 from agentrl.workflow.training.row_scorer import seed_dropout
 from agentrl.workflow.trajectory import Episode, PolicyRef
@@ -235,7 +235,7 @@ def train(
     Raises:
         ModelError: the loss or the gradient is no longer finite.
         CheckpointError: a checkpoint cannot be read or written.
-        InfraError: memory does not suffice for one example.
+        InfraError: memory does not suffice for one example, or for the optimizer's moments.
         Stopped: ctrl-C; what is done is kept, where there is a place for it.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -267,7 +267,7 @@ def train(
                     f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
                 )
                 raise ModelError(said, "Pass a lower --learning-rate.")
-            optimizer.step()
+            take_step(optimizer, parameters)
             if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff)}
             stopped = stop() and step + 1 < recipe.steps

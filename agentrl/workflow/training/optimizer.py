@@ -5,9 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from agentrl.workflow.errors import CheckpointError, ConfigError
+from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
+from agentrl.workflow.models.device_errors import classify
+from agentrl.workflow.models.memory import free_cached_blocks
 
 BETAS = (0.9, 0.999)
+NO_ROOM = "Train LoRA (model.lora_r=8), or keep the moments in 8 bits: update.optimizer=adamw_8bit."
 QUANTISED_ELEMENTS = 4096
 """The fewest elements of a parameter whose moments bitsandbytes keeps in 8 bits."""
 
@@ -52,6 +55,54 @@ def _unusable(name: str, device: str, why: str) -> ConfigError:
     return ConfigError(
         f"The optimizer {name} does not work here on {device}: {why}.", "Take adamw, or pip install bitsandbytes."
     )
+
+
+def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Take one optimizer step, whole or not at all.
+
+    A parameter's first step allocates its moments. Where memory runs out there, others may have moved already: torch's AdamW
+    allocates a whole parameter group before it moves it, bitsandbytes goes from parameter to parameter. So until all moments
+    are there, the weights and moments of before are kept on the CPU; if memory runs out they are restored, and the step is
+    tried once more. Later steps allocate no moments: memory that runs out in one is an error at once.
+
+    Args:
+        parameters: all that the optimizer trains, by name.
+
+    Raises:
+        InfraError: memory does not suffice for the moments; weights and moments are those of before.
+    """
+    allocates = any(p.grad is not None and not optimizer.state.get(p) for p in parameters.values())
+    if not allocates:
+        optimizer.step()
+        return
+    weights = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
+    moments = {name: tensor.clone() for name, tensor in optimizer_state(optimizer, parameters).items()}
+    for is_last in (False, True):
+        try:
+            optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if classify(error) != "out_of_memory":
+                raise
+            _restore(optimizer, parameters, weights, moments)
+            if is_last:
+                raise InfraError("Memory does not suffice for the optimizer's moments.", NO_ROOM) from error
+        else:
+            return
+
+
+@torch.no_grad()
+def _restore(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+) -> None:
+    optimizer.state.clear()
+    for device in {parameter.device for parameter in parameters.values()}:
+        free_cached_blocks(device)
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+    set_optimizer_state(optimizer, parameters, moments)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
-from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state
+from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state, take_step
 from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate, UpdatePreparation
 from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up, combine_metrics
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
@@ -83,7 +83,7 @@ class Trainer:
         """Improves the policy on the groups' trainable episodes.
 
         Raises:
-            InfraError: memory does not suffice even for one row at a time.
+            InfraError: memory does not suffice even for one row at a time, or for the optimizer's moments.
             RewardError: an episode's reward is no finite number.
         """
         started = time.perf_counter()
@@ -170,7 +170,7 @@ class Trainer:
             norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
             repeats = self._loss_scale.must_repeat(sums["loss"], norm)
         require_finite(sums["loss"], norm)
-        self._optimizer.step()
+        take_step(self._optimizer, self._parameters)
         self._require_finite_weights()
         counts = minibatch.normaliser
         return minibatch.means(sums) | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
@@ -201,7 +201,8 @@ class Trainer:
         return dict(zip(terms.sums, torch.stack([value.double() for value in terms.sums.values()]).tolist(), strict=True))
 
     def _require_finite_weights(self) -> None:
-        if not all(bool(parameter.isfinite().all()) for parameter in self._parameters.values()):
+        # One tensor, so that the CPU waits for the device once, not for each parameter.
+        if not bool(torch.stack([parameter.isfinite().all() for parameter in self._parameters.values()]).all()):
             raise NotFinite("the step left weights that are not finite")
 
     def _set_rates(self, iteration: int) -> None:
