@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.trajectory import PolicyRef
 
 DEQUANTISED_NOTE = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
-FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "numerics")
+FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_implementation", "numerics")
 """Keys of the section `model` that may differ from those of the weights' run."""
 
 

@@ -98,6 +98,9 @@ class ModelConfig(Section):
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
     )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="How transformers computes attention; auto: its choice for the model"
+    )
     tool_format: str | None = Field(
         None,
         min_length=1,
@@ -121,6 +124,8 @@ class ModelConfig(Section):
             self.load_in_4bit or self.load_in_8bit or not self.dtype == self.sampler_dtype == "auto"
         ):
             raise ValueError("numerics: exact computes in float64 and takes neither a quantised base nor another dtype")
+        if self.attn_implementation == "flash_attention_2" and (self.numerics == "exact" or self.dtype == "float32"):
+            raise ValueError("flash_attention_2 computes in bfloat16 or float16 only")
         return self
 
 

@@ -310,6 +310,27 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
     assert all_same(exact, requests, completions, expected)
 
 
+def test_other_attention_samples_the_same_tokens(folder: Path, exact: Policy, ref: PolicyRef) -> None:
+    """Its masks have one mark per token: a path of its own through the sampler. It norms in float32."""
+    eager = Policy.load(ModelConfig(numerics="exact", attn_implementation="eager"), str(folder), "cpu")
+    with eager.sampling() as model:
+        assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    requests, engine = requests_of(ref, 12), RollingEngine(eager, slots=4)
+    try:
+        completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    finally:
+        engine.close()
+    expected = [alone(exact, request) for request in requests]
+    assert all(same_turn(exact, *turn, 1e-5) for turn in zip(requests, completions, expected, strict=True))
+
+
+def test_attention_that_cannot_run_here_is_refused_in_a_sentence(folder: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"^model.attn_implementation=flash_attention_2 cannot be used here: .*FlashAttention2"
+    ):
+        Policy.load(ModelConfig(attn_implementation="flash_attention_2"), str(folder), "cpu")
+
+
 def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = threading.Event()
     monkeypatch.setattr(rolling_engine, "IDLE_SECONDS", 0.05)

@@ -193,6 +193,9 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
         {"model.load_in_4bit": True, "model.lora_r": 0},
         {"model.numerics": "exact", "model.dtype": "float32"},
         {"model.dtype": "float8"},
+        {"model.attn_implementation": "flash"},
+        {"model.attn_implementation": "flash_attention_2", "model.dtype": "float32"},
+        {"model.attn_implementation": "flash_attention_2", "model.numerics": "exact"},
     ],
 )
 def test_values_that_do_not_fit_are_refused(values: dict[str, object]) -> None:

@@ -55,6 +55,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
         _loading_lock,
         pause_gc(),
         _translate_faults(folder, "model"),
+        _translate_attention(config),
         return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
@@ -63,6 +64,8 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
 
 def check(config: ModelConfig, folder: Path) -> None:
     """Checks that `load` would succeed, without reading weights: only their shapes in the files' headers.
+
+    The attention implementation is left to `load`: what matters is the machine that loads the model.
 
     Raises:
         ModelError: the files make no model or tokenizer, the weights are incomplete or differ in shape from the config, the
@@ -172,6 +175,18 @@ def _translate_faults(folder: Path, made: str) -> Iterator[None]:
         raise _other_shapes(folder) from error
 
 
+@contextmanager
+def _translate_attention(config: ModelConfig) -> Iterator[None]:
+    """Turns transformers' refusal of an attention implementation, by the install or by the model, into one sentence."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if config.attn_implementation == "auto" or "attention" not in str(error).lower():
+            raise
+        said = f"model.attn_implementation={config.attn_implementation} cannot be used here: {_sentence(error)}."
+        raise ModelError(said, "Set model.attn_implementation=auto.") from error
+
+
 def _options(code: bool) -> dict[str, Any]:
     """The options of every `from_pretrained`."""
     return {"local_files_only": True, "trust_remote_code": code}
@@ -193,6 +208,8 @@ def _dtype(config: ModelConfig, device: torch.device, kind: Literal["lora", "ful
 
 def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     place: dict[str, Any] = {"device_map": {"": device}}
+    if config.attn_implementation != "auto":
+        place["attn_implementation"] = config.attn_implementation
     if config.load_in_8bit:
         place["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     if config.load_in_4bit:
