@@ -22,7 +22,7 @@ ENV PATH=/opt/agentrl/bin:$PATH \
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 COPY agentrl/__init__.py agentrl/
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '.[server]'
+RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
 COPY LICENSE ./
 COPY agentrl agentrl
 RUN pip install --no-deps --force-reinstall . \

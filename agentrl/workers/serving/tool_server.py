@@ -1,4 +1,4 @@
-"""The tools over HTTP, for agents outside of agentrl: `agentrl tools serve` (`pip install 'agentrl[server]'`).
+"""The tools over HTTP, for agents outside of agentrl: `agentrl tools serve`.
 
 `GET /tools` lists them, `GET /tools/NAME` describes one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it as a
 `tools` job does, within the same limits. Whatever a model would read is an answer with status 200: a result, wrong arguments, a

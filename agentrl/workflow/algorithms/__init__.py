@@ -17,6 +17,7 @@ from agentrl.workflow.config import (
     SearchConfig,
 )
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.plugins import find, names
 
 ROUNDING = 1e-6
@@ -120,9 +121,7 @@ def search_function(found: Any) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if not found.needs or error.name != found.needs:
             raise
-        raise ConfigError(
-            f"{found.name} needs the package {found.needs!r}.", f"pip install 'agentrl[{found.needs}]'"
-        ) from error
+        raise ConfigError(f"{found.name} needs the package {found.needs!r}.", install_command(found.needs)) from error
     return function
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.settings import is_url
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def _store(url: str) -> tuple[Any, str]:
     try:
         files, key = url_to_fs(url, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
-        todo = "Install it: pip install 'agentrl[s3]'" if scheme == "s3" else f"{_words(error)}."
+        todo = install_command("s3") if scheme == "s3" else f"{_words(error)}."
         raise ConfigError(f"Checkpoints in {url!r} need a package that is not installed.", todo) from error
     except ValueError as error:
         raise ConfigError(f"Checkpoints cannot be in {url!r}: {_words(error)}.", "Use s3://BUCKET/PREFIX.") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.config import ServedTool
 from agentrl.workflow.errors import ConfigError, InfraError, ToolFailure, UnknownOutcome
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.runtime.lazy import Once
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check_sdk() -> None:
     try:
         import mcp  # noqa: F401 - slow, and needed only where a server is named
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Tools of MCP servers need the SDK: {error}.", "pip install 'agentrl[mcp]'") from error
+        raise ConfigError(f"Tools of MCP servers need the SDK: {error}.", install_command("mcp")) from error
 
 
 def parameters(name: str) -> "StdioServerParameters":

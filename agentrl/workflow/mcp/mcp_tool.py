@@ -1,4 +1,4 @@
-"""Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, through the official SDK (`pip install 'agentrl[mcp]'`).
+"""Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, through the official SDK (the extra `mcp`).
 
 The server lists its tools once, when a run is submitted, and the list is part of the run's config: every episode reads the
 same. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another when it dies. COMMAND is

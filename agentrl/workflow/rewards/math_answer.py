@@ -6,7 +6,7 @@ the last box, what is said to be the final answer, the last formula. A turn that
 not answer. For plain numbers `numeric_answer` needs none of this.
 
 A `Judge`: math-verify's parser reads model-written text, so it runs where the tools run, in the sandbox, which is shown these
-packages of our Python (`pip install 'agentrl[math]'`) and nothing else of it; a docker image must hold them itself. To load
+packages of our Python (the extra `math`) and nothing else of it; a docker image must hold them itself. To load
 them takes a second, so as many sessions as there are cores last; each answer is judged in a fork of one, which is gone
 afterwards. An answer that uses up its time or memory there is wrong.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
 from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
@@ -31,7 +32,6 @@ from agentrl.workflow.trajectory import Episode, ToolResult
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
 """Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
-INSTALL = "pip install 'agentrl[math]'"
 
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
@@ -118,7 +118,9 @@ def _opened() -> Session:
     if result.status != "ok":
         session.close()
         said = f"{result.status}: {' '.join(result.output.split())[-300:]}"
-        raise SandboxUnavailable(f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", INSTALL)
+        raise SandboxUnavailable(
+            f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", install_command("math")
+        )
     return session
 
 
@@ -131,7 +133,7 @@ def installed() -> tuple[str, ...]:
     found = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in found if spec for folder in spec.submodule_search_locations or ()]
     if not all(found):
-        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", INSTALL)
+        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", install_command("math"))
     return (*folders, *(str(Path(file.locate()).parent) for file in metadata.files(ASKED_FOR) or () if file.name == "METADATA"))
 
 

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` (`pip install 'agentrl[trl]'`): see `training.trl_trainer`."""
+"""TRL's `GRPOTrainer` (the extra `trl`): see `training.trl_trainer`."""
 
 from agentrl.workflow.trainers import TrainerBackend
 

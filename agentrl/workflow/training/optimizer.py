@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
 
@@ -53,7 +54,8 @@ def check_optimizer(name: str, device: str) -> None:
 
 def _unusable(name: str, device: str, why: str) -> ConfigError:
     return ConfigError(
-        f"The optimizer {name} does not work here on {device}: {why}.", "Take adamw, or pip install bitsandbytes."
+        f"The optimizer {name} does not work here on {device}: {why}.",
+        f"Take adamw, or type: {install_command('bitsandbytes')}",
     )
 
 

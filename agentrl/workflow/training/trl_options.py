@@ -1,6 +1,6 @@
 """A run's options as those of TRL's `GRPOTrainer`, and refusals of those that it lacks. See `training.trl_trainer`.
 
-TRL is installed only where it is asked for (`pip install 'agentrl[trl]'`), and nothing here needs it: the command line checks a
+TRL is an extra (`trl`), and nothing here needs it: the command line checks a
 run before anything is written. An algorithm is known by how it credits and what it minimises, so that a person's own may be
 one of TRL's too.
 """
@@ -12,12 +12,12 @@ from typing import Any
 from agentrl.workflow.algorithms import Algorithm, find_gradient, gradients, settle_options
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.settings import settings
 
 VERSION = "1.16.0"
 """Its `rollout_func` is experimental there: another version may call it otherwise."""
 
-INSTALL = "pip install 'agentrl[trl]'"
 CREDIT = "agentrl.workflow.training.advantages:relative_to_group"
 
 _CLIPPED_LOSSES = {
@@ -55,9 +55,9 @@ def require_trl() -> None:
     try:
         found = metadata.version("trl")
     except metadata.PackageNotFoundError as error:
-        raise ConfigError("The trainer trl needs TRL, which is not installed here.", INSTALL) from error
+        raise ConfigError("The trainer trl needs TRL, which is not installed here.", install_command("trl")) from error
     if found != VERSION:
-        raise ConfigError(f"The trainer trl was made for TRL {VERSION}, and {found} is installed here.", INSTALL)
+        raise ConfigError(f"The trainer trl was made for TRL {VERSION}, and {found} is installed here.", install_command("trl"))
 
 
 def check_trl(config: RunConfig) -> None:

@@ -1,0 +1,41 @@
+"""The command that installs a package or an extra that is missing here."""
+
+import re
+import shlex
+from collections.abc import Collection
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+"""The checkout, if agentrl is imported from one."""
+
+_EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
+_PACKAGE = re.compile(r"([\w.-]+)")
+
+
+def install_command(*names: str) -> str:
+    """Return the pip command that installs extras of agentrl or packages that it needs.
+
+    In a checkout, extras are installed by name: `pip install -e 'CHECKOUT[mcp]'`. Elsewhere the command lists their packages
+    with the versions that agentrl's metadata allows: `pip install 'mcp<3,>=2'`. It never asks a package index for agentrl,
+    which is another project there.
+
+    Args:
+        names: extras and packages of agentrl's metadata. A name that is both means the extra.
+    """
+    try:
+        ours = metadata.metadata("agentrl")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return f"pip install -e {shlex.quote(str(ROOT))}"
+    extras = set(ours.get_all("Provides-Extra") or ())
+    if extras.issuperset(names) and (ROOT / "pyproject.toml").is_file():
+        target = f"{ROOT}[{','.join(names)}]"
+        return f"pip install -e {shlex.quote(target)}"
+    requirements = [line for line in ours.get_all("Requires-Dist") or () if _belongs_to(line, names)]
+    return f"pip install {' '.join(shlex.quote(line.partition(';')[0].strip()) for line in requirements)}"
+
+
+def _belongs_to(requirement: str, names: Collection[str]) -> bool:
+    """Return whether the requirement is one of these extras, or a package of these that agentrl always needs."""
+    name = _EXTRA.search(requirement) or _PACKAGE.match(requirement)
+    return bool(name and name[1] in names)
