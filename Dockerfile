@@ -20,10 +20,10 @@ ENV PATH=/opt/agentrl/bin:$PATH \
 
 # What agentrl needs comes first, so that a change of its code does not fetch torch again.
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints.txt hatch_build.py ./
 COPY agentrl/__init__.py agentrl/
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
-COPY LICENSE ./
+RUN touch README.md && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
+COPY LICENSE README.md ./
 COPY agentrl agentrl
 RUN pip install --no-deps --force-reinstall . \
     && for name in workflow workers cli migrations; do ln -s agentrl/$name $name; done

@@ -15,16 +15,24 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format wheel-test compose-test clean
+.PHONY: env quickstart test test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
+# $(call pip,PYTHON'S FOLDER,ARGUMENTS): one line of progress; what pip says is in build/pip.log, whose end is shown on failure.
 # Not compiled: most of these modules are never imported, and compiling them takes as long as the rest of the installation.
+define pip
+@mkdir -p build
+@echo 'Installing into $(1) (a few minutes; pip writes build/pip.log)'
+@$(1)/bin/pip install --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(2) >build/pip.log 2>&1 \
+	|| { tail -n 20 build/pip.log; echo 'The installation failed. The whole log: $(CURDIR)/build/pip.log'; exit 1; }
+endef
+
 .venv/.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(call pip,.venv,-c constraints.txt -e '.[dev]')
+	@touch $@
 
 quickstart:
 	MAKE="$(MAKE)" ./quickstart.sh
@@ -38,9 +46,15 @@ test-slow: env .venv/.litellm
 
 # An agent whose packages are not ours has an environment of its own.
 .venv/.litellm: .venv/.stamp
-	$(PYTHON) -m venv build/litellm
-	build/litellm/bin/pip install --quiet --no-compile litellm==1.106.2 mcp==2.3.0
-	touch $@
+	@$(PYTHON) -m venv build/litellm
+	$(call pip,build/litellm,litellm==1.106.2 mcp==2.3.0)
+	@touch $@
+
+# A core of the tests on the lowest and the newest versions that pyproject.toml allows, and on Python 3.13 (PYTHON313, else the one
+# on the PATH): an environment each in build/ends/, 8 minutes of tests each at most. When a dependency changes, and before a
+# release. `make test-ends only=lowest`.
+test-ends:
+	$(PYTHON) .ci/ends.py $(only)
 
 # Every fault at every hit of every fault point, three experiments at a time: two hours or so, into build/faults.json.
 faults: env
@@ -60,8 +74,8 @@ learn: .venv/.learn
 	$(BIN)/python -m bench.learning.learn_algorithms $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 .venv/.learn: .venv/.stamp
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,learn]'
-	touch $@
+	$(call pip,.venv,-c constraints.txt -e '.[dev,learn]')
+	@touch $@
 
 # The built-in loop and the openai SDK's agent on arithmetic with 3 seeds each, agents on other libraries with one: an hour or
 # two, into build/learn_agent.json and .md; what is there already is not run again. `make learn-agent only=openai seeds=0`.
@@ -91,8 +105,8 @@ bench: .venv/.bench
 	$(BIN)/python -m bench.performance $(only)
 
 .venv/.bench: .venv/.stamp
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[dev,bench]'
-	touch $@
+	$(call pip,.venv,-c constraints.txt -e '.[dev,bench]')
+	@touch $@
 
 # What only a GPU can say, in parts of at most four minutes, into $(OUT): `make gpu-check only=memory,decode python=python3.12`.
 # It needs no environment of ours, and runs as a plain line too, which `make gpu-wheels` prints. Without a GPU: its CPU half.
@@ -118,15 +132,23 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What depends on the repository's address, [tool.agentrl] in pyproject.toml: the badge, the install lines, CITATION.cff.
+address: env
+	$(BIN)/python hatch_build.py
+
 # The wheel in an empty environment, run from a folder that is not this one.
 wheel-test: env
-	rm -rf build/wheel dist
-	$(BIN)/python -m build --wheel --no-isolation
+	rm -rf build/wheel
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel/dist
 	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) dist/*.whl
+	$(call pip,build/wheel,-c constraints.txt build/wheel/dist/*.whl)
 	cd / && export AGENTRL_HOME=$(CURDIR)/build/wheel/home && $(CURDIR)/build/wheel/bin/agentrl --help >/dev/null \
 		&& $(CURDIR)/build/wheel/bin/agentrl db upgrade && $(CURDIR)/build/wheel/bin/agentrl runs \
 		&& $(CURDIR)/build/wheel/bin/python -c 'from agentrl.workflow.trajectory import Episode; print(Episode.__module__)'
+
+# What a tag is released with, in dist/: sdist, wheel and notes from CHANGELOG.md. Nothing is published.
+release: env
+	.ci/release $(TAG)
 
 # Eight services, three small runs through all of them, the second with an agent, the third with programs in the tools service's
 # sandbox; in a project of its own: another stack of this folder keeps its volumes.
