@@ -108,18 +108,17 @@ bench: .venv/.bench
 	$(call pip,.venv,-c constraints.txt -e '.[dev,bench]')
 	@touch $@
 
-# What only a GPU can say, in parts of at most four minutes, into $(OUT): `make gpu-check only=memory,decode python=python3.12`.
-# It needs no environment of ours, and runs as a plain line too, which `make gpu-wheels` prints. Without a GPU: its CPU half.
-OUT ?= build/gpu
+# Measure what only a GPU can tell, in three calls of at most eight minutes: `make gpu-check call=1 python=python3.12 out=found`.
+# Call 1: memory, decoding, logprobs, faults. Call 2: tests, a lost device. Call 3: runs that learn. `only=memory,decode`: these
+# parts. It needs no environment of ours. Without a GPU the same parts run small on the CPU.
+out ?= build/gpu
 gpu-check:
-	$(or $(python),python3) -m bench.gpu $(only) --out $(OUT) --wheels $(WHEELS)
+	$(or $(python),python3) -m bench.gpu $(or $(only),$(call),$(error Name a call: make gpu-check call=1)) --out $(out)
 
-# What such a machine may lack, as wheels for its Python in a folder to take along, the most needed first: 47 MiB.
-WHEELS ?= build/gpu-wheels
-LIMIT ?= 55
-TARGET ?= 3.12
+# Prepare what a machine without a network needs for these calls: build/gpu-1, build/gpu-2 and build/gpu-3, with wheels for its
+# Python and the two pieces of the model file that call 3 trains: `make gpu-wheels gguf=FILE target=3.12`.
 gpu-wheels: env
-	$(BIN)/python -m bench.gpu.wheels --folder $(WHEELS) --limit $(LIMIT) --target $(TARGET)
+	$(BIN)/python -m bench.gpu.prepare $(if $(target),--target $(target)) $(if $(limit),--limit $(limit)) $(if $(gguf),--gguf $(gguf))
 
 lint: env
 	$(BIN)/ruff check .

@@ -1,13 +1,17 @@
-"""`make gpu-check`: what only a GPU can say, on a machine with little more than Python, torch, transformers and peft.
+"""`make gpu-check`: what only a GPU can tell, on a machine with little more than Python, torch, transformers and peft.
 
-`python3 -m bench.gpu [PART ...]` runs the parts, each in a process of its own that ends after four minutes at most, whatever it
-has by then; each writes `OUT/PART.json` after every row, and a line per row on the screen. A row that cannot be made says why;
-the exit code is 1 where one did, or where a part did not come to its end. `OUT/summary.md` has the tables.
+`python3 -m bench.gpu CALL|PART ... --out OUT` runs the parts of a call (1, 2 or 3), or the parts that are named, each in a
+process of its own. A call ends after eight minutes: a part leaves the reserved time of the following parts alone, one that
+does not end is killed, and one that does not fit is named. Each row is printed and written to `OUT/PART.json` as soon as it is
+measured; `OUT/summary.md` has the tables. The exit code is 1 if a row failed or a part is not complete.
+
+Nothing has to be installed: the library is read from this folder, and wheels and model files come from `build/gpu-1`,
+`gpu-2` and `gpu-3`, which `make gpu-wheels` makes (`prepare`). What an earlier call brought or made there is used again. A part
+whose packages are missing is named, and the others run.
 
 Without a GPU the same parts run on the CPU with small models and sizes: the code is tried, the numbers mean nothing.
 
-Nothing need be installed: the library is read from this folder, and what the machine lacks comes from wheels that
-`make gpu-wheels` put into `build/gpu-wheels`. A part is a module here, named in `__main__.PARTS`, with
+A part is a module here, named in `__main__.PARTS`, with
 
-    def measure(part: Part) -> None  # kept.py: adds rows as they are made, knows how much time is left
+    def measure(part: Part) -> None  # part.py: adds rows as they are measured, knows how much time is left
 """

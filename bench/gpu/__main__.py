@@ -1,4 +1,4 @@
-"""`python3 -m bench.gpu [PART ...] --out FOLDER`: runs the parts, one after another, each in a process of its own."""
+"""`python3 -m bench.gpu CALL|PART ... --out FOLDER`: run the parts one after another, each in a process of its own."""
 
 import argparse
 import json
@@ -6,97 +6,164 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import kept, machine, summary, wheels
+from bench.gpu import machine, part, summary, wheels
 
-PARTS = {"float32": "suites", "bfloat16": "suites", "logprobs": "logprobs", "memory": "memory", "decode": "decode"}
-"""Part -> its module here."""
+MODEL = ("torch", "transformers", "peft", "accelerate", "pydantic", "pydantic-settings", "jinja2")
+TESTS = (*MODEL, "pytest", "pytest-timeout", "hypothesis")
+STACK = (*MODEL, "celery", "sqlalchemy", "alembic", "typer")
 
-SECONDS = 240.0
-GRACE = 10.0
-"""Seconds after its time that a part may take to write down what it has."""
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A part of a call.
+
+    Args:
+        call: 1, 2 or 3.
+        module: the module of this package that measures it.
+        seconds: time that the parts before it leave for it; it may take what is left over too.
+        needs: packages without which it is left out.
+    """
+
+    call: int
+    module: str
+    seconds: float
+    needs: Sequence[str]
+
+
+PARTS = {
+    "memory": PartSpec(1, "memory", 150, MODEL),
+    "decode": PartSpec(1, "decode", 110, MODEL),
+    "logprobs": PartSpec(1, "logprobs", 90, MODEL),
+    "faults": PartSpec(1, "faults", 60, MODEL),
+    "device_lost": PartSpec(2, "device_lost", 90, STACK),
+    "bfloat16": PartSpec(2, "suites", 170, TESTS),
+    "float32": PartSpec(2, "suites", 170, TESTS),
+    "learn_tiny": PartSpec(3, "learning", 140, STACK),
+    "learn_smollm": PartSpec(3, "learning", 280, (*STACK, "gguf")),
+}
+"""Name -> part, those of a call in the order of their value."""
+
+CALLS = sorted({str(spec.call) for spec in PARTS.values()})
+CALL_SECONDS = 480.0
+GRACE_SECONDS = 10.0
+"""Time that a part gets after its own to write its last row."""
 
 
 def main() -> int:
-    """Parses the arguments; the exit code."""
-    given = _arguments()
-    parts = [part for word in given.parts for part in word.split(",") if part] or list(PARTS)
-    if unknown := [part for part in parts if part not in PARTS]:
-        sys.exit(f"There is no part {unknown[0]!r}; there are: {', '.join(PARTS)}.")
-    folder = Path(given.out)
-    if given.inside:
-        return _inside(parts[0], folder, given.seconds)
+    """Parse the arguments, run the parts; return the exit code."""
+    args = _parse_arguments()
+    if args.inside:
+        return _measure(args.names[0], args)
+    deadline = time.monotonic() + args.seconds
+    names = list(_select_parts(args.names))
+    folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    site = wheels.unpacked(Path(given.wheels))
-    found = _machine(site)
-    print("\n".join(machine.lines(found)), flush=True)
-    if found["lacking"]:
-        print(f"Lacking: {', '.join(found['lacking'])}. Carry them as wheels: make gpu-wheels, then --wheels FOLDER.")
-        return 1
-    held = [_run(part, folder, found, given, site) for part in parts]
-    print(f"{summary.write(folder)} has the tables.")
-    return 0 if all(held) else 1
+    path = [str(site) for site in wheels.unpack_all(Path(args.carried))]
+    facts = _ask_machine(path)
+    part.write_json(folder / "machine.json", facts)
+    print("\n".join(machine.lines(facts)), flush=True)
+    ended = []
+    for number, name in enumerate(names):
+        # Without a GPU all parts are short, and none is cut for those that follow.
+        following = names[number + 1 :] if facts["device"] == "cuda" else []
+        reserved = sum(PARTS[later].seconds + GRACE_SECONDS for later in following)
+        ended.append(_run(name, args, facts, path, deadline - time.monotonic() - GRACE_SECONDS, reserved))
+        summary.write(folder)
+    print(f"{folder / 'summary.md'} has the tables.")
+    return 0 if all(ended) else 1
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python3 -m bench.gpu", description=f"Parts: {', '.join(PARTS)}; all, where none is named."
+        "python3 -m bench.gpu", description=f"Calls: {', '.join(CALLS)}. Parts: {', '.join(PARTS)}."
     )
-    parser.add_argument("parts", nargs="*")
-    parser.add_argument("--out", default="build/gpu", help="where PART.json and summary.md go")
-    parser.add_argument("--wheels", default="build/gpu-wheels", help="what `make gpu-wheels` made")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a part may take")
+    parser.add_argument("names", nargs="+", metavar="CALL|PART")
+    parser.add_argument("--out", default="build/gpu", help="folder for PART.json and summary.md")
+    parser.add_argument("--carried", default="build", help="folder with gpu-1, gpu-2 and gpu-3 of `make gpu-wheels`")
+    parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="time for all parts together")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _machine(site: Path | None) -> dict[str, Any]:
-    asked = subprocess.run([sys.executable, "-m", "bench.gpu.machine"], stdout=subprocess.PIPE, env=_around(site), check=True)
-    found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
-    return found
+def _select_parts(names: Sequence[str]) -> Iterator[str]:
+    for name in (name for word in names for name in word.split(",") if name):
+        if name in CALLS:
+            yield from (part for part, spec in PARTS.items() if str(spec.call) == name)
+        elif name in PARTS:
+            yield name
+        else:
+            sys.exit(f"Unknown part {name!r}. Calls: {', '.join(CALLS)}. Parts: {', '.join(PARTS)}.")
 
 
-def _around(site: Path | None) -> dict[str, str]:
-    """The environment of a part: this folder and what was unpacked come first."""
-    path = [str(Path.cwd()), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+def _ask_machine(path: Sequence[str]) -> dict[str, Any]:
+    """Return the machine's facts from a process that has ended, so that no GPU memory stays in use."""
+    command = [sys.executable, "-m", "bench.gpu.machine"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=_environment(path), check=True)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
-def _run(part: str, folder: Path, found: dict[str, Any], given: argparse.Namespace, site: Path | None) -> bool:
-    """Whether the part came to its end with nothing that failed."""
-    kept.keep(folder / "machine.json", found)
-    command = [sys.executable, "-m", "bench.gpu", part, "--inside", "--out", str(folder), "--seconds", str(given.seconds)]
-    # On few cores that others use too, threads that wait for each other take longer than one.
-    alone = {"OMP_NUM_THREADS": "1"} if found["device"] == "cpu" else {}
-    process = subprocess.Popen(command, env=_around(site) | alone, start_new_session=True)
+def _environment(path: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a part: modules of this folder first, then of the unpacked wheels."""
+    modules = os.pathsep.join(filter(None, [str(Path.cwd()), *path, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _run(name: str, args: argparse.Namespace, facts: dict[str, Any], path: Sequence[str], left: float, reserved: float) -> bool:
+    """Run a part; return True if it came to its end and no row failed.
+
+    Args:
+        left: seconds of the call that are left.
+        reserved: seconds of these that belong to the parts that follow.
+    """
+    file = Path(args.out) / f"{name}.json"
+    file.unlink(missing_ok=True)  # of an earlier call
+    missing = [package for package in PARTS[name].needs if not facts["versions"][package]["here"]]
+    if missing:
+        return _leave_out(file, name, f"this Python has no {', '.join(missing)}: carry the folders of `make gpu-wheels`")
+    seconds = max(left - reserved, min(left, PARTS[name].seconds))
+    if seconds <= 0:
+        return _leave_out(file, name, f"no time was left of {args.seconds:g} s")
+    command = [sys.executable, "-m", "bench.gpu", name, "--inside"]
+    command += ["--out", args.out, "--carried", args.carried, "--seconds", str(seconds)]
+    # On few cores that other programs use too, threads that wait for each other take longer than one.
+    threads = {"OMP_NUM_THREADS": "1", "AGENTRL_THREADS": "1"} if facts["device"] == "cpu" else {}
+    process = subprocess.Popen(command, env=_environment(path) | threads, start_new_session=True)
     try:
-        ended = process.wait(given.seconds + GRACE)
+        code = process.wait(seconds + GRACE_SECONDS)
     except subprocess.TimeoutExpired:
-        ended = None
+        code = None
     finally:
-        with suppress(ProcessLookupError):  # with all that it started
+        with suppress(ProcessLookupError):  # and all processes that it started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if ended is None or ended not in (0, 1):
-        _broke_off(folder / f"{part}.json", part, "its time was over" if ended is None else f"it ended with {ended}")
-    return ended == 0
+    if code is None or code not in (0, 1):
+        return _leave_out(file, name, "its time was over" if code is None else f"its process ended with {code}")
+    return code == 0
 
 
-def _broke_off(file: Path, part: str, why: str) -> None:
-    known = json.loads(file.read_text()) if file.exists() else {"part": part, "rows": [], "missing": []}
-    kept.keep(file, {**known, "ended": why})
-    print(f"{part}: broke off: {why}", flush=True)
+def _leave_out(file: Path, name: str, reason: str) -> bool:
+    """Record why the part did not come to its end, beside the rows that it has measured; return False."""
+    results = json.loads(file.read_text()) if file.exists() else {"part": name, "rows": [], "missing": []}
+    part.write_json(file, {**results, "ended": reason})
+    print(f"{name}: not complete: {reason}", flush=True)
+    return False
 
 
-def _inside(name: str, folder: Path, seconds: float) -> int:
-    part = kept.Part(name, folder, json.loads((folder / "machine.json").read_text()), seconds)
-    import_module(f"bench.gpu.{PARTS[name]}").measure(part)
-    part.end()
-    return int(part.failed)
+def _measure(name: str, args: argparse.Namespace) -> int:
+    facts = json.loads((Path(args.out) / "machine.json").read_text())
+    results = part.Part(name, Path(args.out), facts, args.seconds, Path(args.carried))
+    import_module(f"bench.gpu.{PARTS[name].module}").measure(results)
+    results.end()
+    return int(results.failed)
 
 
 if __name__ == "__main__":

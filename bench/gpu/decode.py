@@ -1,7 +1,7 @@
-"""Tokens per second of decoding, 1 to 256 rows: ours, transformers' `generate`, and the bound that memory sets.
+"""Tokens per second of decoding, 1 to 256 rows: ours, plain eager decoding, `generate`, and the bound that memory sets.
 
-A step must read every weight once, and each row's keys and values; the rate at which memory is read is measured here by copying
-(bytes read and written). What is left of the bound is launching: many small operations, one after another.
+Eager decoding is a loop of the model's forward pass with transformers' cache and an argmax. A step must read every weight once,
+and each row's keys and values; the rate at which memory is read is measured here by copying (bytes read and written).
 """
 
 import random
@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.policy import Policy
-from bench.gpu.kept import Part, Row
+from bench.gpu.part import Part, Row
+from bench.gpu.shapes import shape_folder
 from bench.performance import samplers
-from bench.performance.models import half_billion, saved
+from bench.performance.models import saved
 from bench.performance.samplers import Sampler, Work
 from bench.performance.timing import alternate
 
@@ -27,9 +28,11 @@ PROMPT_TOKENS = 16
 ROWS, FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4)
 TOKENS, FEW_TOKENS = 64, 8
 ROUNDS = 3
-SECONDS = 5.0
-COPIED = 2**30
-"""Bytes that are copied: many times what any cache holds."""
+LEAST_SECONDS = 3.0
+SHARE_OF_TIME = 30
+"""The rounds of a row take at most this part of the time that is left."""
+COPIED_BYTES = 2**30
+"""Many times what any cache holds."""
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "all weights": {"lora_r": 0},
@@ -38,22 +41,22 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def measure(part: Part) -> None:
-    """The rate of memory, then a row for each model, kind and number of rows."""
+    """Measure the rate of memory, then a row for each model, kind and number of rows."""
     device = torch.device("cuda" if part.gpu else "cpu")
-    found = part.attempt("memory", lambda: {"gb_per_s": bandwidth(device, COPIED if part.gpu else COPIED // 16) / 1e9})
-    rate = found["gb_per_s"] * 1e9 if found else 0.0
+    size = COPIED_BYTES if part.gpu else COPIED_BYTES // 16
+    row = part.attempt("memory", lambda: {"gb_per_s": bandwidth(device, size) / 1e9})
+    rate = row["gb_per_s"] * 1e9 if row else 0.0
     dtype = "bfloat16" if part.gpu else "float32"
     with tempfile.TemporaryDirectory() as folder:
-        paths = {"tiny": saved("tiny", Path(folder))}
-        if part.gpu:
-            paths = {"Qwen2-0.5B": half_billion(Path(folder) / "half"), **paths}
-        for model, path in paths.items():
+        for model in ("Qwen2-0.5B", "1.7B", "tiny") if part.gpu else ("tiny",):
+            path = saved("tiny", Path(folder)) if model == "tiny" else shape_folder(model, part)
             for kind, options in KINDS.items():
-                _decoded(part, f"{model}, {kind}", path, ModelConfig.model_validate({"dtype": dtype, **options}), rate)
+                _measure_model(part, f"{model}, {kind}", path, ModelConfig.model_validate({"dtype": dtype, **options}), rate)
+                torch.cuda.empty_cache()
 
 
-def _decoded(part: Part, name: str, path: Path, config: ModelConfig, rate: float) -> None:
-    """The rows of one model: `generate` is measured beside all weights alone, since it is the same with an adapter merged."""
+def _measure_model(part: Part, name: str, path: Path, config: ModelConfig, rate: float) -> None:
+    """Measure the rows of one model; eager decoding and `generate` without LoRA only, as an adapter could be merged there."""
     sides: dict[str, Any] = {}
 
     def load() -> Row:
@@ -64,11 +67,11 @@ def _decoded(part: Part, name: str, path: Path, config: ModelConfig, rate: float
             sides["model"] = model.to(policy.device).eval()
         return {"seconds": time.perf_counter() - began}
 
-    if part.attempt(f"{name}, loaded", load, SECONDS) is None:
+    if part.attempt(f"{name}, loaded", load, LEAST_SECONDS) is None:
         return
     for rows in ROWS if part.gpu else FEW_ROWS:
         work = _work(rows, TOKENS if part.gpu else FEW_TOKENS)
-        part.attempt(f"{name}, {rows} rows", lambda work=work: _rates(sides, work, part, rate), SECONDS)  # type: ignore[misc]
+        part.attempt(f"{name}, {rows} rows", lambda work=work: _rates(sides, work, part, rate), LEAST_SECONDS)  # type: ignore[misc]
 
 
 def _rates(loaded: dict[str, Any], work: Work, part: Part, rate: float) -> Row:
@@ -76,12 +79,12 @@ def _rates(loaded: dict[str, Any], work: Work, part: Part, rate: float) -> Row:
     sampler, engine = samplers.ours(policy, work)
     sides: dict[str, Sampler] = {"ours": sampler}
     if "model" in loaded:
-        sides["generate"] = samplers.generate(loaded["model"], work)
+        sides |= {"eager": samplers.bare(loaded["model"], work), "generate": samplers.generate(loaded["model"], work)}
     try:
         began = time.perf_counter()
         alternate(sides, 1, warm_up=False)
         once = time.perf_counter() - began
-        rounds = max(1, min(ROUNDS, int(part.left / 10 / once)))
+        rounds = max(1, min(ROUNDS, int(part.left / SHARE_OF_TIME / once)))
         taken = alternate(sides, rounds, warm_up=False)
     finally:
         engine.close()
@@ -94,10 +97,10 @@ def _rates(loaded: dict[str, Any], work: Work, part: Part, rate: float) -> Row:
 
 
 def read_per_step(policy: Policy, work: Work) -> float:
-    """Bytes that a step cannot do without: each weight once (the embedding as the head, where it is one), each row's keys."""
+    """Return the bytes that a step must read: each weight once (an embedding that is the head too), and each row's keys."""
     with policy.sampling() as model:
         config: Any = model.config
-        # An embedding that is not the head is looked up: a row of it for a token.
+        # An embedding that is not the head is read one row per token.
         read = [
             parameter
             for name, parameter in model.named_parameters()
@@ -111,7 +114,7 @@ def read_per_step(policy: Policy, work: Work) -> float:
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second that a copy reads and writes: the median of nine, after three."""
+    """Return the bytes per second that a copy reads and writes: the median of nine copies, after three."""
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     taken = []

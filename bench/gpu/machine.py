@@ -1,4 +1,4 @@
-"""What machine this is and which versions it has, beside those of constraints.txt. A program, so that no GPU stays in use."""
+"""The machine and its package versions, beside those of constraints.txt. A program, so that no GPU memory stays in use."""
 
 import json
 import os
@@ -9,22 +9,35 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "pydantic", "numpy")
-NEEDED = ("torch", "transformers", "peft", "accelerate", "pydantic", "pydantic-settings", "jinja2", "pytest", "hypothesis")
-"""What the check cannot do without; bitsandbytes it can."""
+SHOWN = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "pydantic", "numpy")
+OTHERS = (
+    "pydantic-settings",
+    "jinja2",
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "celery",
+    "sqlalchemy",
+    "alembic",
+    "typer",
+    "gguf",
+)
 
 
 def facts() -> dict[str, Any]:
-    """The machine, `device` first: cuda or cpu."""
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
+    """Return the facts of the machine: `device` is cuda or cpu, `versions` has each package's here and ours."""
     ours = pinned()
-    found["versions"] = {name: {"here": installed(name), "ours": ours.get(name, "")} for name in PACKAGES}
-    found["lacking"] = [name for name in NEEDED if not installed(name)]
-    return {**_gpu(), **found}
+    return {
+        **_gpu(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "versions": {name: {"here": installed(name), "ours": ours.get(name, "")} for name in (*SHOWN, *OTHERS)},
+    }
 
 
 def installed(name: str) -> str:
-    """The version of a package that Python finds; empty where it finds none."""
+    """Return the version of a package that this Python finds; empty if it finds none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -32,39 +45,40 @@ def installed(name: str) -> str:
 
 
 def pinned() -> dict[str, str]:
-    """The versions that the tests ran with, by package."""
+    """Return the package versions that the tests ran with."""
     lines = Path("constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """The machine as a person reads it."""
-    if found["device"] == "cuda":
-        gpu = f"{found['gpu']}, {found['memory_mib']:.0f} MiB, driver {found['driver']}, CUDA {found['cuda']}"
+def lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts as two lines of text."""
+    if facts["device"] == "cuda":
+        gpu = f"{facts['gpu']}, {facts['memory_mib']:.0f} MiB, driver {facts['driver']}, CUDA {facts['cuda']}"
     else:
         gpu = "no GPU: the CPU half, with small models and sizes; its numbers mean nothing"
-    told = [f"{name} {v['here'] or 'none'}" + _beside(v) for name, v in found["versions"].items()]
-    return [f"{gpu}; Python {found['python']}, {found['cores']} cores, {found['system']}", ", ".join(told)]
+    versions = [f"{name} {_compare(facts['versions'][name])}" for name in SHOWN if name in facts["versions"]]
+    return [f"{gpu}; Python {facts['python']}, {facts['cores']} cores, {facts['system']}", ", ".join(versions)]
 
 
-def _beside(versions: dict[str, str]) -> str:
+def _compare(versions: dict[str, str]) -> str:
     here = versions["here"].partition("+")[0]
-    return "" if here == versions["ours"] else f" (ours: {versions['ours']})"
+    return (versions["here"] or "none") + ("" if here == versions["ours"] else f" (ours: {versions['ours']})")
 
 
 def _gpu() -> dict[str, Any]:
-    try:
-        import torch
-    except ImportError:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not installed("torch"):
         return {"device": "cpu"}
+    import torch
+
     if not torch.cuda.is_available():
         return {"device": "cpu"}
-    has = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     return {
         "device": "cuda",
-        "gpu": has.name,
-        "memory_mib": has.total_memory / 2**20,
-        "capability": f"{has.major}.{has.minor}",
+        "gpu": properties.name,
+        "memory_mib": properties.total_memory / 2**20,
+        "capability": f"{properties.major}.{properties.minor}",
+        "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
         "cuda": torch.version.cuda,
         "driver": _driver(),
     }
@@ -73,10 +87,10 @@ def _gpu() -> dict[str, Any]:
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return (asked.stdout.split() or ["unknown"])[0]
+    return (done.stdout.split() or ["unknown"])[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The parts' rows as tables for people, in Markdown: what stands in `docs/measurements.md` is one of these."""
+"""The rows of all parts as Markdown tables, as `docs/measurements.md` shows them."""
 
 import json
 from collections.abc import Sequence
@@ -9,26 +9,24 @@ from bench.gpu import machine
 
 
 def write(folder: Path) -> Path:
-    """Makes `summary.md` of the parts that have a file there."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != "machine.json"]
-    known = json.loads((folder / "machine.json").read_text())
-    texts = ["\n".join(machine.lines(known))]
-    texts += [_part(part) for part in found]
+    """Write `summary.md` from the files of the parts in the folder; return its path."""
+    results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != "machine.json"]
+    facts = json.loads((folder / "machine.json").read_text())
+    texts = ["\n".join(machine.lines(facts)), *(_part(result) for result in results)]
     (folder / "summary.md").write_text("\n\n".join(texts) + "\n")
     return folder / "summary.md"
 
 
-def _part(part: dict[str, Any]) -> str:
-    columns = list(dict.fromkeys(name for row in part["rows"] for name in row if name not in ("name", "failed")))
-    lines = [f"## {part['part']}", "", *table(["", *columns], [_cells(row, columns) for row in part["rows"]])]
-    lines += [f"not measured: {missed['name']}: {missed['why']}" for missed in part["missing"]]
-    if part["ended"] != "yes":
-        lines.append(f"broke off: {part['ended']}")
+def _part(result: dict[str, Any]) -> str:
+    columns = list(dict.fromkeys(name for row in result["rows"] for name in row if name not in ("name", "failed")))
+    lines = [f"## {result['part']}", "", *_table(["", *columns], [_cells(row, columns) for row in result["rows"]])]
+    lines += [f"not measured: {row['name']}: {row['why']}" for row in result["missing"]]
+    if result["ended"] != "yes":
+        lines.append(f"not complete: {result['ended']}")
     return "\n".join(lines)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
 
 

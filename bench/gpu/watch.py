@@ -1,4 +1,4 @@
-"""The pytest plugin beside a GPU, in place of tests/conftest.py, which needs databases: each test is a line of a file."""
+"""A pytest plugin in place of tests/conftest.py, which needs databases: it writes a line for each test into a file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ settings.load_profile("gpu")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """One line for each test that ran, and for what broke before or after one."""
+    """Write a line for each test that ran, and for each set-up or tear-down that failed."""
     if report.when != "call" and report.passed:
         return
     why = "" if report.passed else " ".join(str(report.longrepr).split())[-500:]

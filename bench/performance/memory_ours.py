@@ -26,7 +26,7 @@ Sampled = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
 def prepare(
-    path: str, completions: str, options: Mapping[str, Any], tokens: int = SAMPLED_TOKENS
+    path: str, completions: str, options: Mapping[str, Any], tokens: int = SAMPLED_TOKENS, cap_mib: int = CAP_MIB
 ) -> Callable[[], dict[str, Any]]:
     """An iteration in stages, each with its own peak.
 
@@ -35,11 +35,12 @@ def prepare(
         completions: a file with what was sampled; without it they are sampled and written there.
         options: further keys of the run's config.
         tokens: that are sampled in each row.
+        cap_mib: memory that torch may take of a GPU.
     """
     import peft  # noqa: F401  # a library that loading would bring in, and that is no part of what it takes
 
     if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(CAP_MIB * 2**20 / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(cap_mib * 2**20 / torch.cuda.get_device_properties(0).total_memory)
     config = config_of(options)
     if config.model.load_in_4bit:
         import bitsandbytes  # noqa: F401  # the same

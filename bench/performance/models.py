@@ -36,6 +36,21 @@ HALF_BILLION = Qwen2Config(
 )
 """Qwen2-0.5B."""
 
+TWO_BILLION = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+"""The sizes of Qwen3-1.7B in Qwen2's architecture: 1,720,813,568 parameters."""
+
 
 def shape_of(config: Qwen2Config, rank: int, element: int, bits: int = 4) -> Shape:
     """What decides the memory of a model of that config, with LoRA of the rank; see `memory_estimate.Shape`."""
@@ -76,9 +91,18 @@ def bench_model(seed: int = 0) -> Qwen2ForCausalLM:
 
 def half_billion(folder: Path) -> Path:
     """A model of Qwen2-0.5B's shape, 494,032,768 parameters; makes the folder (1 GB, about ten seconds) and returns it."""
-    with torch.random.fork_rng():
+    return random_model(HALF_BILLION, folder)
+
+
+def random_model(config: Qwen2Config, folder: Path, device: str = "cpu") -> Path:
+    """Write a model of this shape with random weights in bfloat16; return its folder.
+
+    Args:
+        device: where the weights are drawn: much faster on a GPU, which draws others.
+    """
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM._from_config(HALF_BILLION, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     save_tiny(folder, model, _tokenizer())
     return folder
 

@@ -1,5 +1,6 @@
-"""The check for a GPU, its CPU half: with the packages that are installed here, but no script of theirs on the path."""
+"""`make gpu-check` without a GPU: its three calls, with the installed packages but none of our scripts on the path."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -7,112 +8,216 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
-from bench.gpu import kept, summary, wheels
-from bench.gpu.__main__ import GRACE
+from bench.gpu import __main__ as program
+from bench.gpu import machine, model_file, part, prepare, summary, wheels
+from tests.support.small_models import tokenizer
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 200
-"""For a part; with the grace that it gets and what comes before it, less than `check` waits."""
 MACHINE = {"device": "cpu", "python": "3.12", "cores": 2, "system": "here", "versions": {}}
+LAYERS, WIDTH, INNER, HEADS = 2, 64, 128, 4
 
 
-def check(folder: Path, *asked: str) -> tuple[int, str]:
-    """The exit code and what was printed, in an environment with neither our scripts nor a home."""
-    command = [sys.executable, "-m", "bench.gpu", *asked, "--out", str(folder)]
+def run_check(folder: Path, *words: str) -> tuple[int, str]:
+    """Return the exit code and what was printed, in an environment with neither our scripts nor a home."""
+    command = [sys.executable, "-m", "bench.gpu", *words, "--out", str(folder / "out"), "--carried", str(folder)]
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=560)
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["float32", "bfloat16", "logprobs", "memory", "decode"])
-def test_each_part_runs_without_a_gpu_and_says_that_it_does(part: str, tmp_path: Path) -> None:
-    code, said = check(tmp_path, part, "--seconds", str(SECONDS))
-    assert code == 0, said
-    assert said.startswith("no GPU: the CPU half")
-    found = json.loads((tmp_path / f"{part}.json").read_text())
-    assert found["ended"] == "yes"
-    assert found["rows"]
-    assert not found["missing"]
-    assert f"## {part}" in (tmp_path / "summary.md").read_text()
+def results(folder: Path, name: str) -> Any:
+    return json.loads((folder / "out" / f"{name}.json").read_text())
+
+
+def write_gguf(file: Path) -> None:
+    """A random Llama in 8 bits with the tiny tokenizer and its chat template."""
+    draw = np.random.default_rng(0)
+    words = tokenizer()
+    backend = json.loads(words.backend_tokenizer.to_str())["model"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words.convert_ids_to_tokens(list(range(len(words)))))
+    writer.add_token_merges([" ".join(pair) for pair in backend["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template(str(words.chat_template))
+    square, wide, narrow = (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+    layer = {"attn_q": square, "attn_k": square, "attn_v": square, "attn_output": square}
+    layer |= {"ffn_gate": wide, "ffn_up": wide, "ffn_down": narrow}
+    shapes = {f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
+    for name, shape in {"token_embd": (len(words), WIDTH), **shapes}.items():
+        weights = gguf.quantize(draw.normal(0, 0.06, shape).astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"{name}.weight", weights, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    norms = [f"blk.{number}.{name}" for number in range(LAYERS) for name in ("attn_norm", "ffn_norm")]
+    for name in [*norms, "output_norm"]:
+        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def carry(folder: Path, file: Path) -> None:
+    """The two pieces of a model file, each in its call's folder."""
+    folders = [folder / "gpu-2", folder / "gpu-3"]
+    for each in folders:
+        each.mkdir()
+    model_file.split(file, folders, [file.stat().st_size // 2])
 
 
 @pytest.mark.slow
-def test_what_there_is_no_time_for_is_said_row_by_row(tmp_path: Path) -> None:
-    code, said = check(tmp_path, "memory", "--seconds", "20")
-    found = json.loads((tmp_path / "memory.json").read_text())
-    assert code == 0, said
-    assert found["rows"] == []
-    assert [missed["name"] for missed in found["missing"]] == ["4 bits, checkpointing", "bfloat16, as it comes"]
+@pytest.mark.parametrize("call", ["1", "2", "3"])
+def test_gpu_check_measures_every_part_of_a_call(call: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "random.gguf")
+    carry(tmp_path, tmp_path / "random.gguf")
+    code, output = run_check(tmp_path, call)
+    assert code == 0, output
+    assert output.startswith("no GPU: the CPU half")
+    for name in (name for name, spec in program.PARTS.items() if str(spec.call) == call):
+        measured = results(tmp_path, name)
+        assert (measured["ended"], measured["missing"]) == ("yes", []), output
+        assert measured["rows"]
+        assert f"## {name}" in (tmp_path / "out" / "summary.md").read_text()
+    if call == "3":
+        (run,) = [row for row in results(tmp_path, "learn_smollm")["rows"] if row["name"] == "run"]
+        assert run["iterations"] == 10
+        assert run["last"] > run["first"]
 
 
-@pytest.mark.slow
-def test_a_part_that_does_not_end_is_killed_and_says_so(tmp_path: Path) -> None:
-    code, said = check(tmp_path, "decode", "--seconds", str(0.1 - GRACE))
+def test_gpu_check_names_the_parts_without_time(tmp_path: Path) -> None:
+    code, output = run_check(tmp_path, "decode,faults", "--seconds", "0")
     assert code == 1
-    assert "decode: broke off: its time was over" in said
+    for name in ("decode", "faults"):
+        assert f"{name}: not complete: no time was left of 0 s" in output
+        assert results(tmp_path, name)["ended"] == "no time was left of 0 s"
+    assert "not complete: no time was left" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_gpu_check_refuses_an_unknown_part(tmp_path: Path) -> None:
+    code, output = run_check(tmp_path, "speed")
+    assert code == 1
+    assert f"Unknown part 'speed'. Calls: 1, 2, 3. Parts: {', '.join(program.PARTS)}." in output
+
+
+def arguments(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(out=str(folder), carried=str(folder / "nothing"), seconds=480.0)
+
+
+def facts(**versions: str) -> dict[str, Any]:
+    here = {name: {"here": versions.get(name, "1.0"), "ours": "1.0"} for name in (*machine.SHOWN, *machine.OTHERS)}
+    return {**MACHINE, "versions": here}
+
+
+def test_gpu_check_kills_a_part_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "GRACE_SECONDS", 0.1)
+    part.write_json(tmp_path / "machine.json", facts())
+    assert not program._run("decode", arguments(tmp_path), facts(), [], 0.1, 0.0)
+    assert "decode: not complete: its time was over" in capsys.readouterr().out
     assert json.loads((tmp_path / "decode.json").read_text())["ended"] == "its time was over"
 
 
-def test_an_unknown_part_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
-    code, said = check(tmp_path, "speed")
-    assert code == 1
-    assert "There is no part 'speed'; there are: float32, bfloat16, logprobs, memory, decode." in said
+def test_gpu_check_names_the_packages_that_a_part_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not program._run("learn_smollm", arguments(tmp_path), facts(celery="", gguf=""), [], 480.0, 0.0)
+    assert "learn_smollm: not complete: this Python has no celery, gguf: carry" in capsys.readouterr().out
 
 
-def test_a_row_that_cannot_be_made_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+def test_every_needed_package_has_a_version_among_the_facts() -> None:
+    known = {*machine.SHOWN, *machine.OTHERS}
+    assert {package for spec in program.PARTS.values() for package in spec.needs} <= known
+    assert {spec.call for spec in program.PARTS.values()} == {1, 2, 3}
+    for call in (1, 2, 3):
+        assert sum(spec.seconds for spec in program.PARTS.values() if spec.call == call) <= program.CALL_SECONDS
+
+
+def test_part_reports_a_failed_row_and_goes_on(tmp_path: Path) -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("the device\nis gone")
 
-    part = kept.Part("decode", tmp_path, MACHINE, seconds=60)
-    part.attempt("first", broken)
+    rows = part.Part("decode", tmp_path, MACHINE, 60, tmp_path)
+    rows.attempt("first", broken)
     assert json.loads((tmp_path / "decode.json").read_text())["rows"] == [
         {"name": "first", "failed": "RuntimeError: the device is gone"}
     ]
-    part.attempt("second", lambda: {"rate": 2.0})
-    part.attempt("third", lambda: {"rate": 3.0}, seconds=100)
-    assert part.failed
-    kept.keep(tmp_path / "machine.json", MACHINE)
-    told = summary.write(tmp_path).read_text()
-    assert "first FAILED: RuntimeError" in told
-    assert "| second | 2 |" in told
-    assert "not measured: third: 60 s were left" in told
-    assert "broke off: no" in told
+    rows.attempt("second", lambda: {"rate": 2.0})
+    rows.attempt("third", lambda: {"rate": 3.0}, seconds=100)
+    assert rows.failed
+    part.write_json(tmp_path / "machine.json", MACHINE)
+    text = summary.write(tmp_path).read_text()
+    assert "first FAILED: RuntimeError" in text
+    assert "| second | 2 |" in text
+    assert "not measured: third: 60 s were left" in text
+    assert "not complete: no" in text
 
 
-def test_a_machine_unpacks_the_wheels_that_it_lacks_and_no_others(tmp_path: Path) -> None:
+def test_unpack_installs_only_wheels_that_are_lacking(tmp_path: Path) -> None:
+    folder = tmp_path / "gpu-1"
+    folder.mkdir()
     for name, version in (("carried_along", "1.0"), ("pytest", pytest.__version__)):
         info = f"{name}-{version}.dist-info"
-        with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "")
             wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
             wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: here\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{info}/RECORD", "")
-    site = wheels.unpacked(tmp_path)
-    assert site is not None
+    (site,) = wheels.unpack_all(tmp_path)
     assert [file.name for file in site.glob("*.py")] == ["carried_along.py"]
 
 
-def test_wheels_are_fetched_in_the_order_of_need_while_they_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stack_wheels_follow_from_pyproject() -> None:
+    names = prepare.resolve(prepare.stack_requirements(), "3.12")
+    declared = {Requirement(text).name for text in prepare.stack_requirements()}
+    assert declared - prepare.MACHINE - prepare.UNUSED <= set(names)
+    assert {"vine", "prompt-toolkit", "mako", "pydantic-core"} <= set(names)  # what those require in turn
+    assert not {"torch", "numpy", "datasets", "pyarrow", "pytest"} & set(names)
+    assert "async-timeout" not in names  # of Python 3.11.2 and older
+
+
+def test_download_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"pydantic": 2, "jinja2": 3, "pytest": 1, "packaging": 0}
 
-    def downloaded(folder: Path, wanted: str, python: str) -> Path | None:
-        name, version = wanted.split("==")
+    def download_one(folder: Path, requirement: str, python: str) -> Path | None:
+        name, version = requirement.split("==")
         file = folder / f"{name}-{version}-py3-none-any.whl"
         if not sizes[name]:
             return None
-        file.write_bytes(bytes(sizes[name] * wheels.MIB))
+        file.write_bytes(bytes(sizes[name] * prepare.MIB))
         return file
 
-    monkeypatch.setattr(wheels, "WANTED", tuple(sizes))
-    monkeypatch.setattr(wheels, "_downloaded", downloaded)
-    (tmp_path / "of_an_older_call-1.0-py3-none-any.whl").touch()
-    assert wheels.fetch(tmp_path, 3.0, "3.12") == 0
-    said = capsys.readouterr().out
-    assert "2 wheels, 3.0 of 3 MiB" in said
-    assert "Not in it: jinja2 (3.0 MiB), packaging (no such wheel)." in said
+    monkeypatch.setattr(prepare, "_download_one", download_one)
+    left_out = prepare.download(tmp_path, list(sizes), "3.12", 3 * prepare.MIB)
+    assert left_out == ["jinja2 (3.0 MiB)", "packaging (no such wheel)"]
     assert sorted(file.name.split("-")[0] for file in tmp_path.glob("*.whl")) == ["pydantic", "pytest"]
+
+
+def test_model_file_is_joined_only_if_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(range(256)) * 5)
+    carry(tmp_path, file)
+    assert model_file.join(tmp_path, tmp_path / "joined").read_bytes() == file.read_bytes()
+    piece = tmp_path / "gpu-3" / f"{model_file.PIECE}1"
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match="make the pieces again"):
+        model_file.join(tmp_path, tmp_path / "joined")
+    piece.unlink()
+    with pytest.raises(ValueError, match=r"Piece 2 of 2 of model is missing: carry gpu-3\."):
+        model_file.join(tmp_path, tmp_path / "joined")
+    with pytest.raises(ValueError, match="make gpu-wheels gguf=FILE"):
+        model_file.join(tmp_path / "nothing", tmp_path / "joined")

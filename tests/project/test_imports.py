@@ -62,17 +62,19 @@ def imports_of(module: str) -> set[str]:
     return found | set(filter(None, packages))
 
 
-def test_what_the_check_for_a_gpu_runs_needs_neither_queue_nor_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU has torch and its kin; what we would have to carry there besides is kept small."""
+def test_gpu_check_parts_import_no_queue_and_no_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of `make gpu-check` carries no wheels of the stack, nor do the tests of the second need any."""
     monkeypatch.chdir(Path(__file__).parents[2])
     needed: set[str] = set()
     left = {
-        *(f"tests.{file.removesuffix('.py').replace('/', '.')}" for file in FILES.values()),
-        *(f"bench.gpu.{part}" for part in (*PARTS.values(), "__main__", "watch")),
+        *(f"tests.{file.removesuffix('.py').replace('/', '.')}" for file in FILES),
+        *(f"bench.gpu.{spec.module}" for spec in PARTS.values() if "celery" not in spec.needs),
+        "bench.gpu.__main__",
+        "bench.gpu.watch",
     }
     while left:
         needed |= left
         left = {name for module in left for name in imports_of(module)} - needed
-    assert {"torch", "agentrl.workflow.training.trainer", "bench.gpu.kept", "tests.support.small_models"} <= needed
-    assert not {name.partition(".")[0] for name in needed} & {"alembic", "celery", "kombu", "redis", "sqlalchemy"}
+    assert {"torch", "agentrl.workflow.training.trainer", "bench.gpu.part", "tests.support.small_models"} <= needed
+    assert not {name.partition(".")[0] for name in needed} & {"alembic", "celery", "gguf", "kombu", "redis", "sqlalchemy"}
     assert not [name for name in needed if name.startswith("agentrl.workers")]
