@@ -44,8 +44,16 @@ _ROOMS = {
 }
 """Room -> its modules, `old=new` where the name changed too. Those of `store` and `sandbox` were there before."""
 
-_RESPELLED = {r"""|\)(?=[-+*/^]))+"  # sqrt(2), (1)-2""": r"""|\)(?=[-+*/^]))++"  # sqrt(2), (1)-2"""}
-"""What was written in another way, for Pythons before 3.11.5 whose `re` is wrong about it -> as it was."""
+_MATH = "pip install 'agent" + "rl[math]'"
+_RESPELLED = {
+    # for Pythons before 3.11.5, whose `re` is wrong about the first spelling
+    r"""|\)(?=[-+*/^]))+"  # sqrt(2), (1)-2""": r"""|\)(?=[-+*/^]))++"  # sqrt(2), (1)-2""",
+    # `math_answer`, whose hint is made by `install_command` now
+    "(the extra `math`)": f"(`{_MATH}`)",
+    "from agentrl.workflow.installation import install_command\n": "",
+    'install_command("math")': f'"{_MATH}"',
+}
+"""What is written in another way now -> as it was."""
 _KEPT = ("store", "sandbox")
 _OLD = {
     (f"{room}.{old}" if room in _KEPT else old): ".".join(filter(None, (room, new or old)))

@@ -32,6 +32,7 @@ from agentrl.workflow.trajectory import Episode, ToolResult
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
 """Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
+INSTALL = install_command("math")
 
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
@@ -118,9 +119,7 @@ def _opened() -> Session:
     if result.status != "ok":
         session.close()
         said = f"{result.status}: {' '.join(result.output.split())[-300:]}"
-        raise SandboxUnavailable(
-            f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", install_command("math")
-        )
+        raise SandboxUnavailable(f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", INSTALL)
     return session
 
 
@@ -133,7 +132,7 @@ def installed() -> tuple[str, ...]:
     found = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in found if spec for folder in spec.submodule_search_locations or ()]
     if not all(found):
-        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", install_command("math"))
+        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", INSTALL)
     return (*folders, *(str(Path(file.locate()).parent) for file in metadata.files(ASKED_FOR) or () if file.name == "METADATA"))
 
 
