@@ -25,7 +25,7 @@ from bench.performance.samplers import Sampler, Work
 from bench.performance.timing import alternate
 
 PROMPT_TOKENS = 16
-ROWS, FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4)
+ROWS, FEW_ROWS = (1, 4, 16, 64, 256), (1, 4)
 TOKENS, FEW_TOKENS = 64, 8
 ROUNDS = 3
 LEAST_SECONDS = 3.0

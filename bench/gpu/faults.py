@@ -4,12 +4,14 @@ Where memory runs out, all turns must still be sampled and the update must have 
 device-side assert every turn must end with an error and none may wait for ever; `device_lost` asks the same of the whole stack.
 """
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.inference.rolling_engine import RollingEngine
@@ -20,7 +22,6 @@ from bench.gpu import injected
 from bench.gpu.part import Part, Row, describe_error
 from bench.performance.memory_ours import GROUP_SIZE, GROUPS, config_of, groups_of
 from bench.performance.models import saved
-from bench.performance.processes import Side, run
 
 LORA = {"model.load_in_4bit": False, "model.lora_r": 8, "model.dtype": "float32"}
 LEAST_SECONDS = 10.0
@@ -96,29 +97,27 @@ def _random_row(number: int, tokens: int) -> tuple[list[int], list[float]]:
 def _lose_device(part: Part, path: Path) -> Row:
     """Sample in a process of its own, which is of no use afterwards, and may end with the device."""
     if not part.gpu:
-        return dict(prepare_loss(str(path))())
-    try:
-        row: Row = run(Side("bench.gpu.faults", "prepare_loss", {"path": str(path)}), timeout=max(1.0, part.left)).value
-    except RuntimeError as error:
-        return {"process": describe_error(error)}
+        return lose_device(path)
+    command = [sys.executable, "-m", "bench.gpu.faults", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(1.0, part.left))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {"process": f"ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
+    row: Row = json.loads(lines[-1])
     return row
 
 
-def prepare_loss(path: str) -> Callable[[], Mapping[str, Any]]:
-    """Return the work of that process: turns before and after a device-side assert."""
-    policy = Policy.load(config_of(LORA).model, path)
+def lose_device(path: Path) -> Row:
+    """Return how turns end during and after a device-side assert."""
+    policy = Policy.load(config_of(LORA).model, str(path))
     engine = RollingEngine(policy, 4)
     with policy.sampling() as model:
         injected.lose_device(model, after=3)
-
-    def work() -> Row:
-        during = [_outcome(future) for future in [_submit(engine, policy, number, 8) for number in range(4)]]
-        after = [_outcome(future) for future in [_submit(engine, policy, number, 8) for number in range(4, 6)]]
-        row: Row = {"turns": len(during), "during": ", ".join(sorted(set(during))), "after": ", ".join(sorted(set(after)))}
-        wrong = {"sampled", "waits for ever"} & {*during, *after}
-        return row | _expect(not wrong, "a turn was sampled, or waits, although the device is lost")
-
-    return work
+    during = [_outcome(future) for future in [_submit(engine, policy, number, 8) for number in range(4)]]
+    after = [_outcome(future) for future in [_submit(engine, policy, number, 8) for number in range(4, 6)]]
+    row: Row = {"turns": len(during), "during": ", ".join(sorted(set(during))), "after": ", ".join(sorted(set(after)))}
+    wrong = {"sampled", "waits for ever"} & {*during, *after}
+    return row | _expect(not wrong, "a turn was sampled, or waits, although the device is lost")
 
 
 def _outcome(future: Future[Completion]) -> str:
@@ -133,3 +132,8 @@ def _outcome(future: Future[Completion]) -> str:
 
 def _expect(true: bool, problem: str) -> Row:
     return {} if true else {"failed": problem}
+
+
+if __name__ == "__main__":
+    print(json.dumps(lose_device(Path(sys.argv[1]))), flush=True)
+    os._exit(0)  # with a lost device an orderly end would be an abort

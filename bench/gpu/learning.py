@@ -7,6 +7,7 @@ be a number alone. Each iteration is a row as soon as it is committed. When the 
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
@@ -108,6 +109,7 @@ class Watch(agentrl.Hook):
         """Take the part."""
         self._part = part
         self._before = time.perf_counter()
+        self._interrupted = False
         self.rewards: list[float] = []
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -118,12 +120,15 @@ class Watch(agentrl.Hook):
         row: Row = {name: float(metrics[name]) for name in names if name in metrics}
         self._part.add(f"iteration {iteration}", row | {"seconds": now - self._before})
         self._before = now
-        if self._part.left < STOP_SECONDS:
-            signal.raise_signal(signal.SIGINT)
+        if self._part.left < STOP_SECONDS and not self._interrupted:
+            self._interrupted = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # Ctrl-C pauses the run
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
         """Add the evaluation's row."""
-        self._part.add(f"held out, version {version}", {"reward": float(metrics["mean_reward"])})
+        self._part.add(
+            f"held out, version {version}", {name: float(metrics[name]) for name in ("mean", "low", "high", "episodes")}
+        )
 
 
 def _learn(part: Part, model: Path, folder: Path, dataset: Any, options: Mapping[str, Any]) -> Row:

@@ -1,9 +1,12 @@
 """Unpack the wheels that were carried to a machine without a network, if it lacks them."""
 
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import stat
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
 
 from bench.gpu.machine import installed
 
@@ -18,19 +21,19 @@ def unpack_all(carried: Path) -> Iterator[Path]:
 def unpack(folder: Path) -> Path | None:
     """Unpack the wheels that this machine lacks, or has in another version; return where, or None if it lacks nothing.
 
-    What is installed stays as it is, and a wheel that was unpacked before is not unpacked again.
+    What is installed stays as it is. A wheel of another Python, or one that was unpacked before, is left alone.
     """
-    lacking = [file for file in sorted(folder.glob("*.whl")) if installed(file.name.split("-")[0]) != file.name.split("-")[1]]
-    if not lacking:
-        return None
+    ours = set(sys_tags())
     site = folder / "unpacked"
-    new = [file for file in lacking if not any(site.glob(f"{'-'.join(file.name.split('-')[:2])}.dist-info"))]
-    if new and _install(site, new):  # at once if all fit this Python, else those that do
-        for file in new:
-            _install(site, [file])
-    return site
-
-
-def _install(site: Path, files: Sequence[Path]) -> int:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
-    return subprocess.run([*command, "--upgrade", "--target", str(site), *map(str, files)], check=False).returncode
+    for file in sorted(folder.glob("*.whl")):
+        name, version, _, tags = parse_wheel_filename(file.name)
+        done = site / f"{file.name}.unpacked"
+        if installed(name) == str(version) or not tags & ours or done.exists():
+            continue
+        with zipfile.ZipFile(file) as wheel:
+            for member in wheel.infolist():
+                path = Path(wheel.extract(member, site))
+                if member.external_attr >> 16 & stat.S_IXUSR and path.is_file():  # a server's binary
+                    path.chmod(0o755)
+        done.touch()
+    return site if site.exists() else None
