@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from agentrl.workflow.models.memory_estimate import FLOAT
 from bench.gpu.part import Part, Row
 from bench.gpu.shapes import SHAPES, shape_folder
-from bench.performance import memory
+from bench.performance import memory, memory_ours
 from bench.performance.memory_ours import RANK, SAMPLED_TOKENS
 from bench.performance.models import saved, shape_of
 from bench.performance.processes import Side, run
@@ -59,17 +59,17 @@ def _row(part: Part, case: Case, folder: Path) -> Row:
     path = shape_folder(case.model, part) if part.gpu else saved("tiny", folder)
     options = {**BASES[case.base], **memory.PLANS[case.plan], "model.dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as sampled:
-        arguments = {
+        arguments: dict[str, Any] = {
             "path": str(path),
             "completions": f"{sampled}/sampled.json",
             "options": options,
             "tokens": SAMPLED_TOKENS if part.gpu else SMALL_TOKENS,
             "cap_mib": case.cap_mib,
         }
+        if not part.gpu:
+            return {f"{stage}_s": result["seconds"] for stage, result in memory_ours.prepare(**arguments)()["stages"].items()}
         value = run(Side("bench.performance.memory_ours", "prepare", arguments), timeout=max(1.0, part.left)).value
-    stages = value["stages"]
-    seconds = {f"{stage}_s": result["seconds"] for stage, result in stages.items()}
-    return {**_peaks(value, case, options), **seconds} if part.gpu else seconds
+    return _peaks(value, case, options)
 
 
 def _peaks(value: Mapping[str, Any], case: Case, options: Mapping[str, Any]) -> Row:
@@ -85,5 +85,9 @@ def _peaks(value: Mapping[str, Any], case: Case, options: Mapping[str, Any]) -> 
         "computed_mib": max(memory.in_all(shape, stage, options) for stage in stages),
     }
     for stage, result in stages.items():
-        row |= {f"{stage}_mib": result["gpu_mib"], f"{stage}_reserved_mib": result["gpu_reserved_mib"]}
+        row |= {
+            f"{stage}_mib": result["gpu_mib"],
+            f"{stage}_reserved_mib": result["gpu_reserved_mib"],
+            f"{stage}_s": result["seconds"],
+        }
     return row

@@ -11,10 +11,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from packaging.requirements import Requirement
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from bench.gpu import __main__ as program
-from bench.gpu import machine, model_file, part, prepare, summary, wheels
+from bench.gpu import machine, memory, model_file, part, prepare, shapes, summary, wheels
+from bench.performance.memory import PLANS
 from tests.support.small_models import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -221,3 +224,23 @@ def test_model_file_is_joined_only_if_it_is_whole(tmp_path: Path) -> None:
         model_file.join(tmp_path, tmp_path / "joined")
     with pytest.raises(ValueError, match="make gpu-wheels gguf=FILE"):
         model_file.join(tmp_path / "nothing", tmp_path / "joined")
+
+
+def test_memory_row_has_peaks_of_every_case() -> None:
+    stage = {"gpu_mib": 900.0, "gpu_reserved_mib": 1000.0, "seconds": 1.0}
+    value = {"stages": {"loading": stage, "sampling": stage, "update": stage | {"gpu_mib": 950.0}}, "context_mib": 400.0}
+    for case in memory.CASES:
+        row = memory._peaks(value, case, {**memory.BASES[case.base], **PLANS[case.plan]})
+        assert (row["peak_mib"], row["reserved_mib"], row["with_context_mib"]) == (950.0, 1000.0, 1400.0)
+        assert 0 < row["computed_mib"] < 2 * case.cap_mib
+
+
+def test_shape_is_made_once_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Qwen2Config(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    monkeypatch.setattr(shapes, "SHAPES", {"small": small})
+    rows = part.Part("memory", tmp_path, MACHINE, 60, tmp_path)
+    monkeypatch.setattr(shapes, "run", lambda side, timeout: shapes.prepare(**side.arguments)())
+    folder = shapes.shape_folder("small", rows)
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["small"]
+    monkeypatch.setattr(shapes, "run", lambda side, timeout: pytest.fail("it is there already"))
+    assert AutoModelForCausalLM.from_pretrained(shapes.shape_folder("small", rows)).dtype == torch.bfloat16
