@@ -36,6 +36,8 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
     "explained": lambda row: row["explained_variance"],
     "off-policy": lambda row: row["importance_weight"],
     "sampler differs": lambda row: row["sampler_difference_max"],
+    "MFU": lambda row: row["mfu"],
+    "GPU memory, GiB": lambda row: row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30,
 }
 """Curves over the finished iterations, most important first for small screens; curves without values are left out."""
 

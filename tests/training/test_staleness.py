@@ -100,6 +100,14 @@ def test_the_views_say_by_how_much_the_trainer_was_ahead(database: Database) -> 
         assert value(database, f"SELECT importance_truncated FROM {view} WHERE iteration = 1") == 0.25
 
 
+@pytest.mark.parametrize("costs", [{"tflops": 1.5}, {"tflops": 40.0, "mfu": 0.25, "peak_memory_bytes": 3.0 * 2**33}])
+def test_view_of_iterations_says_what_an_update_cost(database: Database, costs: dict[str, float]) -> None:
+    """What a machine does not know is NULL; other metrics of the update are no cost."""
+    commit(database, rolled_out_twice(database, epochs=2), costs={"loss": 0.5, **costs})
+    for name in ("tflops", "mfu", "peak_memory_bytes"):
+        assert values(database, f"SELECT {name} FROM v_iterations ORDER BY iteration") == [costs.get(name), None]
+
+
 def test_what_samples_for_no_update_has_no_staleness(database: Database) -> None:
     for group in start(database, submission(kind="eval")):
         play(database, group)

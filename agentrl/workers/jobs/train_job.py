@@ -267,6 +267,7 @@ def _update_record(
         skipped=update.skipped or "",
         bad=update.bad,
         seconds=time.perf_counter() - started,
+        costs=update.metrics,
     )
 
 

@@ -36,6 +36,7 @@ class UpdateRecord:
         skipped: why no step was taken; empty if one was.
         bad: the skip came from a NaN or Inf, and counts towards the run's failure.
         seconds: the update's duration.
+        costs: those of `db.UPDATE_COSTS` that are known.
     """
 
     metrics: Sequence[Mapping[str, float]]
@@ -46,6 +47,7 @@ class UpdateRecord:
     skipped: str = ""
     bad: bool = False
     seconds: float = 0.0
+    costs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -
             dropped_groups=len(record.dropped),
             trainable=sum(episode.trainable for group in work.groups for episode in group.episodes),
             update_seconds=record.seconds,
+            **{name: record.costs.get(name) for name in schema.UPDATE_COSTS},
             finished_at=datetime.now(UTC),
             **_iteration_sums(tx, work),
         )

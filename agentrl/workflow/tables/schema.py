@@ -158,6 +158,9 @@ policies = Table(
     Index("ix_policies_path", "path"),
 )
 
+UPDATE_COSTS = ("peak_memory_bytes", "tflops", "mfu")
+"""The columns of `iterations` that say what the update cost, beside its seconds."""
+
 iterations = Table(
     "iterations",
     metadata,
@@ -184,6 +187,7 @@ iterations = Table(
     count_column("tool_calls"),
     count_column("tool_errors"),
     float_column("update_seconds"),
+    *(float_column(name) for name in UPDATE_COSTS),
     text_column("skipped"),
     created_column(),
     time_column("started_at"),

@@ -102,7 +102,7 @@ VIEWS = {
                CASE WHEN r.kind = 'train' AND EXISTS (SELECT 1 FROM groups g WHERE g.iteration_id = i.id)
                     THEN i.number - p.version END AS staleness, {_UPDATE_COLUMNS},
                i.prompt_tokens + i.sampled_tokens AS tokens, i.prompt_tokens,
-               i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds,
+               i.sampled_tokens, i.tool_calls, i.tool_errors, i.update_seconds, i.peak_memory_bytes, i.tflops, i.mfu,
                {{seconds:i.started_at,i.rolled_out_at}} AS rollout_seconds,
                {{seconds:i.started_at,i.finished_at}} AS seconds, i.started_at, i.finished_at
         FROM iterations i

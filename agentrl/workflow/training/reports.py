@@ -25,7 +25,8 @@ class Update:
             `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|); with a critic `value_loss`, and
             `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
             it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless importance_cap is null the
-            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
+            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut. Of the whole update `tflops`,
+            on a GPU `peak_memory_bytes`, and `mfu` where the GPU's peak is known (see `training.update_cost`).
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used: the mean over its tokens.
         dropped: why a group was not used, or not all of its finished episodes, by slot.

@@ -16,6 +16,7 @@ from agentrl.workflow.training.batch import Microbatch, Row, collate, microbatch
 from agentrl.workflow.training.losses import k3
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.token_layout import TokenLayout
+from agentrl.workflow.training.update_cost import UpdateCost
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
 
@@ -27,6 +28,8 @@ class RowScorer:
         self._policy = policy
         self._config = config
         self._share = _may_share(policy, config)
+        with policy.training() as model:
+            self.cost = UpdateCost(model, policy.device)
         self.oom_backoff = OomBackoff(
             config.update.microbatch_tokens,
             partial(microbatches, at_least=config.update.gradient_accumulation_steps, share=self._share),
@@ -40,6 +43,7 @@ class RowScorer:
     ) -> tuple[Microbatch, Scores]:
         """The rows as a microbatch, and its scores; `trains`: with all gradients that the loss wants."""
         batch = collate(rows, self._policy.device, self._share)
+        self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(
             model,
             batch.input_ids,

@@ -89,6 +89,7 @@ class Trainer:
         started = time.perf_counter()
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
             self._set_rates(iteration)
+            self._scorer.cost.begin()
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
             if isinstance(prepared, Update):
                 return prepared
@@ -100,7 +101,9 @@ class Trainer:
         steps = [{**step, **prepared.beside} for step in steps]
         metrics = {**combine_metrics(steps), **prepared.whole}
         self.kl_coef = next_kl_coef(self.kl_coef, metrics.get("kl", 0.0), len(prepared.tokens.episodes), self._options)
-        return Update(metrics | {"seconds": time.perf_counter() - started}, tuple(steps), prepared.advantages, prepared.dropped)
+        seconds = time.perf_counter() - started
+        metrics |= {"seconds": seconds, **self._scorer.cost.metrics(seconds)}
+        return Update(metrics, tuple(steps), prepared.advantages, prepared.dropped)
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
         """Previews the first step that the update would take, and undoes it. Raises as `update` does."""

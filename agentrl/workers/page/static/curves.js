@@ -21,6 +21,8 @@ const CHARTS = [
   { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "without variance"], ["dropped_groups", "dropped"]] },
   { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "usable"]] },
   { key: "seconds", title: "seconds", columns: [["seconds", "iteration"], ["rollout_seconds", "rollout"], ["update_seconds", "update"]] },
+  { key: "mfu", title: "model FLOPs utilisation of the update", note: "share of the GPU's peak", columns: [["mfu", ""]] },
+  { key: "peak_memory_bytes", title: "GPU memory of the update", note: "bytes at its peak", columns: [["peak_memory_bytes", ""]] },
   { key: "staleness", title: "staleness", note: "versions", columns: [["staleness", ""]] },
   { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
   { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"]] },

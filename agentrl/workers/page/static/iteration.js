@@ -3,7 +3,7 @@
 import { html, useMemo, useRef, useState } from "./vendor/preact.js";
 import { niceTicks } from "./chart.js";
 import { path } from "./data.js";
-import { number, plural, seconds, visible } from "./format.js";
+import { number, percent, plural, seconds, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
 import { Asked, Badge, Facts, Link, openable, Table, useData, useWidth } from "./ui.js";
 
@@ -40,6 +40,8 @@ function IterationView({ data }) {
       ["tool calls", `${number(row.tool_calls)}, ${number(row.tool_errors)} failed`],
       ["rollout", seconds(row.rollout_seconds)],
       ["update", seconds(row.update_seconds)],
+      ["speed of the update", row.tflops === null ? null : `${number(row.tflops, 3)} TFLOP/s${row.mfu === null ? "" : `, ${percent(row.mfu)} of the peak`}`],
+      ["GPU memory of the update", row.peak_memory_bytes === null ? null : `${number(row.peak_memory_bytes / 2 ** 30, 3)} GiB at its peak`],
     ]} />
     <h2>Groups <span class="count">a dot is an episode, by its reward; ${"\u25cb"} was not trained on; a flat group has no variance</span></h2>
     <${GroupGrid} groups=${data.groups} />

@@ -59,6 +59,9 @@ COLUMNS: Mapping[str, str] = {
     "seconds": "seconds from its first rollout to the end of its update",
     "rollout_seconds": "seconds until its last episode was over",
     "update_seconds": "seconds that its update took",
+    "peak_memory_bytes": "most memory of the GPU that its update held at once",
+    "tflops": "10**12 floating-point operations a second that its update computed",
+    "mfu": "share of the GPU's peak rate that its update computed at",
 }
 """Column of a curve -> its meaning, in their order."""
 
@@ -104,7 +107,8 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MOST_ITERATIONS)
 _ITERATIONS = """
     SELECT i.id, i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
            i.mean_reward AS reward, i.dropped_groups, i.episodes, i.trainable, i.prompt_tokens, i.sampled_tokens, i.tool_calls,
-           i.tool_errors, i.update_seconds, p.version AS policy_version, r.kind, r.reward_set
+           i.tool_errors, i.update_seconds, i.peak_memory_bytes, i.tflops, i.mfu, p.version AS policy_version, r.kind,
+           r.reward_set
     FROM iterations i JOIN runs r ON r.id = i.run_id JOIN policies p ON p.id = i.policy_id
     WHERE i.run_id = :id AND i.number >= :after ORDER BY i.number LIMIT :limit"""
 

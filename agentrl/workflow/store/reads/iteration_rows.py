@@ -50,6 +50,9 @@ class IterationRow(ViewRow):
     tool_calls: int
     tool_errors: int
     update_seconds: float | None
+    peak_memory_bytes: float | None
+    tflops: float | None
+    mfu: float | None
     rollout_seconds: float | None
     seconds: float | None
     started_at: datetime | None

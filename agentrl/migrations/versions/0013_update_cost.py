@@ -1,0 +1,24 @@
+"""What an update cost: the GPU's peak memory, how fast it computed, and which share of the GPU's peak that is."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0013"
+down_revision = "0012"
+branch_labels = None
+depends_on = None
+
+COLUMNS = ("peak_memory_bytes", "tflops", "mfu")
+
+
+def upgrade() -> None:
+    """Adds the columns."""
+    for name in COLUMNS:
+        op.add_column("iterations", sa.Column(name, sa.Float(precision=53), nullable=True))
+
+
+def downgrade() -> None:
+    """Removes them."""
+    with op.batch_alter_table("iterations") as iterations:
+        for name in COLUMNS:
+            iterations.drop_column(name)

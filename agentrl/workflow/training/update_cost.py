@@ -1,0 +1,115 @@
+"""What an update costs: the GPU's peak memory, and the floating-point operations that the model needs, by time and peak.
+
+Operations are the model's own: what is computed again under gradient checkpointing, and padding, count for nothing.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from agentrl.workflow.models.logprobs import causal_model
+from agentrl.workflow.training.batch import Row
+
+PEAK_TFLOPS = {
+    "A100": 312.0, "A40": 149.7, "A10": 125.0, "H100 PCIe": 756.5, "H100 80GB HBM3": 989.5, "H200": 989.5,
+    "L40S": 362.0, "L4": 121.0, "T4": 65.0, "V100-SXM2": 125.0, "V100-PCIE": 112.0,
+}  # fmt: skip
+"""Card, as CUDA names it -> peak TFLOP/s of dense matrix products in bfloat16 or float16, by NVIDIA's data sheets.
+
+Those of H100, H200, L40S and L4 print the rate with sparsity, which is twice as high.
+"""
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class UpdateCost:
+    """Measures an update: call `begin`, then `add` for all that the model reads, then `metrics`.
+
+    Args:
+        module: the trained model.
+        device: its device.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._flops = 0.0
+        causal = causal_model(module)
+        config, head = causal.config.get_text_config(), causal.get_output_embeddings()  # type: ignore[no-untyped-call]
+        layers = [m for name, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and _is_used(name, m, head)]
+        self._trained = sum(_size(layer) for layer in layers if layer.weight.requires_grad)
+        self._frozen = sum(_size(layer) for layer in layers) - self._trained
+        self._head, self._head_trains = _size(head), head.weight.requires_grad
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._attention = config.num_hidden_layers * width
+        # Experts are three-dimensional weights of which a token uses a few: their operations are not known here.
+        self._is_known = all(parameter.ndim < 3 for parameter in module.parameters())
+        self._dtype = head.weight.dtype
+
+    def begin(self) -> None:
+        """Start to measure."""
+        self._flops = 0.0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def add(self, rows: Sequence[Row], shares: bool, learns: bool) -> None:
+        """Count the operations of one forward pass, and of the backward pass where something `learns`.
+
+        Forward, a token takes 2 operations for each weight of a matrix product, and backward 2 for each weight that it passes
+        and 2 for each that learns (Kaplan et al. 2020, arXiv 2001.08361, table 1); attention takes 4 forward for each layer,
+        channel and token that it attends to, and 8 backward (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, but of the
+        tokens before it only).
+
+        Args:
+            shares: the beginnings of rows are read once.
+        """
+        starts = [row.prefix if shares else 0 for row in rows]
+        beginnings = {row.input_ids[: row.prefix] for row in rows} if shares else set()
+        tokens = sum(map(len, beginnings)) + sum(len(row.input_ids) - start for row, start in zip(rows, starts, strict=True))
+        attended = sum(_pairs(len(beginning)) for beginning in beginnings)
+        attended += sum(_pairs(len(row.input_ids)) - _pairs(start) for row, start in zip(rows, starts, strict=True))
+        scored = sum(sum(row.loss_mask) for row in rows)
+        body, head = self._trained + self._frozen, self._head
+        self._flops += 2 * body * tokens + 2 * head * scored + 4 * self._attention * attended
+        if learns:
+            self._flops += (2 * body + 2 * self._trained) * tokens + 8 * self._attention * attended
+            self._flops += (2 + 2 * self._head_trains) * head * scored
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Return `tflops` (10**12 operations a second), on a GPU `peak_memory_bytes`, and `mfu` where its peak is known.
+
+        `mfu`, the model FLOPs utilisation, is the share of the peak in half precision; for float32 no peak is known.
+        """
+        found = {"tflops": self._flops / seconds / 1e12} if self._is_known and seconds else {}
+        if self._device.type == "cuda":
+            found["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            peak = find_peak(torch.cuda.get_device_name(self._device)) if self._dtype in HALVES else None
+            if peak is not None and "tflops" in found:
+                found["mfu"] = found["tflops"] / peak
+        return found
+
+
+def find_peak(card: str) -> float | None:
+    """Return the peak TFLOP/s of the card of that name in half precision; None if it is not known."""
+    model = re.sub(r"^(NVIDIA|Tesla) ", "", card)
+    named = [
+        name for name in PEAK_TFLOPS if re.fullmatch(rf"{re.escape(name)}([ -](SXM|PCI|\d+ ?GB).*)?", model, re.IGNORECASE)
+    ]
+    return PEAK_TFLOPS[named[0]] if named else None
+
+
+def _is_used(name: str, layer: nn.Module, head: nn.Module) -> bool:
+    """Whether an update computes with the layer: not the sampler's adapter, nor the head, which is counted apart."""
+    return layer is not head and "sampler" not in name.split(".")
+
+
+def _size(layer: nn.Module) -> int:
+    """Return the number of weights, also where they are packed into 4 bits."""
+    return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel()  # type: ignore[operator]
+
+
+def _pairs(tokens: int) -> int:
+    """Return how many pairs of a token and one that it attends to there are."""
+    return tokens * (tokens + 1) // 2
