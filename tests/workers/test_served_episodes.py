@@ -16,7 +16,7 @@ from agentrl.workers.jobs.agent_rollout import AgentRollout
 from agentrl.workers.jobs.served_episodes import Opened, ServedEpisodes
 from agentrl.workers.requests.serve_request import serve_config, serve_submission
 from agentrl.workflow.config import build
-from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.errors import DeviceLost, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store import agent_attempts, served_runs
 from agentrl.workflow.store.connect import Database
@@ -120,6 +120,17 @@ def test_an_episode_that_fails_is_over_and_the_others_go_on(stage: Stage, monkey
     wait_for(lambda: not stage.episodes.is_open(first.id))
     assert stage.ask(second) == 200
     assert stage.rows("SELECT status FROM episodes ORDER BY id")[0] == ("infra_error",)
+
+
+def test_lost_device_ends_the_serving(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later call could be sampled: the process has to be started again, which `agentrl serve` says with its exit code."""
+    opened = stage.open()
+    lost = DeviceLost("CUDA error: unspecified launch failure")
+    failing(monkeypatch, AgentRollout, "_begin", lost)
+    stage._ask(opened)  # its episode is no longer held here
+    assert stage.episodes.lost.wait(30)
+    assert stage.episodes.failure is lost
+    assert stage.rows("SELECT failures FROM groups") == [(0,)]
 
 
 def test_what_cannot_be_forgotten_stops_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
