@@ -4,29 +4,36 @@ import math
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.workflow.stats import paired_test as module
-from agentrl.workflow.stats.paired_test import compare_paired, sign_flip
+from agentrl.workflow.stats.paired_test import SAME_TOLERANCE, compare_paired, sign_flip
 
 quarters = st.integers(-4, 4).map(lambda count: count / 4)
 
 
-def counted(differences: list[float]) -> float:
-    """Every world, one by one."""
-    seen = abs(sum(differences)) - 1e-7
+def enumerated_p_value(differences: list[float]) -> float:
+    """The p-value as the module defines it, in whole numbers, from every world one by one."""
+    steps = [round(difference / SAME_TOLERANCE) for difference in differences]
+    least = abs(sum(steps)) - len(steps)  # a mean that is closer than one step counts as equal
     worlds = [
-        abs(sum(sign * d for sign, d in zip(signs, differences, strict=True)))
-        for signs in product((1, -1), repeat=len(differences))
+        abs(sum(sign * step for sign, step in zip(signs, steps, strict=True))) for signs in product((1, -1), repeat=len(steps))
     ]
-    return sum(total >= seen for total in worlds) / len(worlds)
+    return sum(total >= least for total in worlds) / len(worlds)
 
 
 @given(st.lists(quarters | st.floats(-1, 1), min_size=1, max_size=8))
-def test_the_p_value_is_the_share_of_worlds_that_are_at_least_as_far_from_none(differences: list[float]) -> None:
+@example([0.25, 1e-8])  # two worlds whose means differ by more than the tolerance, but not by much
+@example([0.25, 1e-10])  # two worlds whose means differ by less
+def test_sign_flip_is_the_share_of_worlds_at_least_as_far_from_zero(differences: list[float]) -> None:
     p_value, method = sign_flip(differences)
-    assert (p_value, method) == (pytest.approx(counted(differences)), "exact")
+    assert (p_value, method) == (pytest.approx(enumerated_p_value(differences)), "exact")
+
+
+@pytest.mark.parametrize(("second", "p_value"), [(1e-8, 0.5), (1e-9, 1.0), (1e-10, 1.0)])
+def test_sign_flip_counts_means_within_the_tolerance_as_equal(second: float, p_value: float) -> None:
+    assert sign_flip([0.25, second]) == (p_value, "exact")
 
 
 def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:

@@ -95,12 +95,16 @@ def _mean(rewards: Mapping[int, float], tasks: Sequence[int]) -> float:
 def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Literal["exact", "drawn"]]:
     """The two-sided p-value of differences that are symmetric around 0 under the null hypothesis.
 
+    Differences are rounded to multiples of `SAME_TOLERANCE`. A world counts if its mean is at least as far from 0 as the
+    observed mean, or less far by no more than `SAME_TOLERANCE`.
+
     Fisher 1935, The Design of Experiments, section 21. The observed world counts among the drawn ones, so that the test keeps
     its level (Phipson and Smyth 2010, eq. 2).
     """
     sizes = Counter(round(abs(d) / SAME_TOLERANCE) for d in differences)
     del sizes[0]
-    seen = abs(sum(round(d / SAME_TOLERANCE) for d in differences)) - len(differences)  # each was rounded by half at most
+    # In sums: each difference is rounded by half a step at most, in the observed world and in the other.
+    seen = abs(sum(round(d / SAME_TOLERANCE) for d in differences)) - len(differences)
     worlds = _count_worlds(sizes)
     if worlds is not None:
         return min(1.0, math.fsum(share for total, share in worlds.items() if abs(total) >= seen)), "exact"
