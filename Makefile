@@ -15,7 +15,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
@@ -39,6 +39,10 @@ quickstart:
 
 test: env
 	$(PYTEST) -m 'not slow'
+
+# The property tests on fresh examples; a failing one is printed with the line that repeats it.
+test-explore: env
+	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
 # What takes some seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
 test-slow: env .venv/.litellm

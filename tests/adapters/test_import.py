@@ -21,7 +21,7 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.models.loading import load_tokenizer
-from agentrl.workflow.spans import Span
+from agentrl.workflow.spans import Span, trace_files
 from agentrl.workflow.spans.trace_files import read_traces
 from agentrl.workflow.spans.traces import traces_of
 from agentrl.workflow.store import planning
@@ -50,8 +50,8 @@ def chat(model: Path) -> Chat:
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Iterator[Database]:
-    with a_worker(tmp_path / "home") as found:
+def db(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home", migrated_file) as found:
         yield found
 
 
@@ -192,18 +192,21 @@ def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_token
     assert value(db, "SELECT count(*) FROM runs") == 1
 
 
-def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for place, said in (("pipe", "is no file"), (".", "is no file"), ("/dev/zero", "is no file"), ("loop", "Cannot read")):
         with pytest.raises(DatasetError, match=said):
             read_traces(tmp_path / place)
-    (tmp_path / "lines.gz").write_bytes(gzip.compress(b"{}\n" * 5_000_000, 1))
+    monkeypatch.setattr(trace_files, "LARGEST", replace(trace_files.LARGEST, bytes=2**24, spans=20_000))
+    (tmp_path / "lines.gz").write_bytes(gzip.compress(b"{}\n" * 500_000, 1))
     tracemalloc.start()
     try:
-        with pytest.raises(DatasetError, match="more than 200000 spans, or lines"):
+        with pytest.raises(DatasetError, match="more than 20000 spans, or lines"):
             read_traces(tmp_path / "lines.gz")
-        assert tracemalloc.get_traced_memory()[1] < 400 * 2**20  # it took 900
+        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20  # it took 90
     finally:
         tracemalloc.stop()
 

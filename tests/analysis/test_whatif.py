@@ -41,11 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Iterator[Database]:
     """The database with finished runs: `plain` of GRPO, `critical` of PPO, `choosy`, which samples on until groups vary, and
     `again` on the episodes and the last policy of `plain`; and `waiting`, which has no update yet.
     """
-    with a_worker(tmp_path_factory.mktemp("home")) as db:
+    with a_worker(tmp_path_factory.mktemp("home"), migrated_file) as db:
         submitted(db, folder, "plain")
         submitted(db, folder, "critical", **{"algorithm.name": "ppo", "algorithm.clip_low": 0.1, "critic.learning_rate": 0.1})
         submitted(db, folder, "choosy", **{"rollout.dynamic_sampling": 3})

@@ -73,7 +73,7 @@ class CodeExec(agentrl.Env):
         return {"right": float(episode.final_answer.strip() == episode.task.reference), "tried": float(tried)}
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_env_tools_and_the_loop_by_hand_with_evaluations_and_checkpoints(tmp_path: Path, algorithm: str) -> None:
     called: list[str] = []
 

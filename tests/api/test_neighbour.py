@@ -67,6 +67,7 @@ def critic(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedCrit
     settings.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_first_agent_of_agent_lightning_learns_its_prompt_in_threads(critic: ScriptedCritic, tmp_path: Path) -> None:
     trainer = agl.Trainer(
         algorithm="apo",

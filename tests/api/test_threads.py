@@ -71,6 +71,7 @@ def trainer(model: str, **more: Any) -> agentrl.Trainer:
     return agentrl.Trainer(model=model, strategy="threads", **given)
 
 
+@pytest.mark.slow
 def test_an_agent_that_captures_its_surroundings_is_called_in_this_process_and_the_policy_learns(
     model: str, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ class Broken(agentrl.Agent):
         return ask(llm, task.messages)
 
 
+@pytest.mark.slow
 def test_the_built_in_loop_acts_in_an_env_whose_tools_capture_and_makes_the_rows_of_processes(
     model: str, tmp_path: Path
 ) -> None:

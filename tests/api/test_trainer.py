@@ -255,6 +255,7 @@ def test_a_hook_that_raises_at_the_start_leaves_a_run_that_has_failed_and_can_go
     assert (row.status, row.reason) == ("failed", "on_run_start of the hook Refuses raised KeyError: 'refused'")
 
 
+@pytest.mark.slow
 def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "model"))
     with pytest.raises(agentrl.AgentRLError, match=r"has 1 malformed row:\n  line 1: must have one of 'question'"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentrl.workflow.agent import CallTools, Finish, next_action
@@ -266,7 +265,6 @@ def test_a_megabyte_of_anything_is_read_soon_and_told_in_a_few_words(text: str) 
         (call.error or "").encode()
 
 
-@hypothesis_settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", GOOD, COMPLETE, "x", "{", "}", '"', " "]))
 )

@@ -76,7 +76,7 @@ def test_a_template_that_tells_nothing_means_hermes_and_its_calls_are_not_droppe
 
 
 @each_family
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40)
 @given(content=plain, made=st.lists(calls, max_size=2))
 def test_what_a_family_is_shown_is_read_as_the_same_turn(name: str, content: str, made: list[ToolCall]) -> None:
     chat = Chat(family_tokenizer(name), AUTO)

@@ -96,7 +96,6 @@ def test_calls_are_written_as_the_family_writes_them(tool_format: ToolFormat) ->
 
 
 @each_format
-@hypothesis_settings(max_examples=100, deadline=None)
 @given(made=several, content=words)
 @pytest.mark.slow
 def test_what_is_written_reads_back_as_the_same_calls(tool_format: ToolFormat, made: list[ToolCall], content: str) -> None:
@@ -104,7 +103,6 @@ def test_what_is_written_reads_back_as_the_same_calls(tool_format: ToolFormat, m
     assert said(parse_text(text, tool_format)) == said(Message("assistant", content, tool_calls=tuple(made)))
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
 @given(
     calls, st.lists(st.sampled_from(["string", "number", "integer", "boolean", "null", "object", ""]), min_size=1, max_size=3)
 )
@@ -214,7 +212,7 @@ hostile = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=20).m
 
 
 @each_format
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=150)
 @given(text=hostile, tail=hostile)
 @pytest.mark.slow
 def test_any_text_can_be_read_and_nothing_of_it_is_lost(tool_format: ToolFormat, text: str, tail: str) -> None:

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentrl.workflow.chat.parsing import parse_text
@@ -37,7 +36,6 @@ def joined(pieces: Iterable[Piece], kind: str) -> str:
 
 @each_format
 @given(text=pieces_of_text, cuts=st.lists(st.integers(0, 200), max_size=30), thinking=st.booleans())
-@hypothesis_settings(max_examples=300, deadline=None)
 def test_what_is_told_adds_up_to_what_the_parser_reads(
     tool_format: ToolFormat, text: str, cuts: list[int], thinking: bool
 ) -> None:

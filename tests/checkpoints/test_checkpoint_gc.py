@@ -220,7 +220,7 @@ def test_a_run_that_is_not_there_is_named(sqlite: Database) -> None:
 
 
 @pytest.fixture
-def here(home: Path) -> Iterator[Database]:
+def here(store_home: Path) -> Iterator[Database]:
     """The database that commands of this process use."""
     forget_process()
     yield process_database()

@@ -65,7 +65,7 @@ CONFIG = {"env": "arithmetic", "rollout": {"tasks_per_iteration": 2, "group_size
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def data(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def data(store_home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """A database on each kind of server, and the settings that point to it."""
     if request.param == "postgres":
         server: Database = request.getfixturevalue("postgres")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from agentrl.workflow.config import DatasetConfig
@@ -24,7 +23,6 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolResult
 
 REPOSITORY = Path(__file__).parents[2]
-without_deadline = hypothesis_settings(deadline=None)
 GOOD = {"question": "1+1?", "answer": "2"}
 GSM8K_ROW = {"question": "Half of 48?", "answer": "It is 48/2 = <<48/2=24>>24.\nWith 1,000: <<1000+24=1024>>1,024\n#### 1,024"}
 
@@ -273,7 +271,6 @@ def test_bad_rows_are_left_out_where_asked_and_each_is_reported(tmp_path: Path) 
     assert [problem.partition(":")[0] for problem in loaded.skipped] == ["line 1", "line 3"]
 
 
-@without_deadline
 @given(st.lists(st.binary(max_size=40)))
 def test_every_line_of_any_bytes_is_read_or_reported_unless_it_is_blank(lines: list[bytes]) -> None:
     rows, problems = read_rows(lines)
@@ -281,7 +278,6 @@ def test_every_line_of_any_bytes_is_read_or_reported_unless_it_is_blank(lines: l
     assert len(rows) + len(problems) == sum(bool(text.strip()) for text in texts)
 
 
-@without_deadline
 @given(st.text(), st.integers(), st.dictionaries(st.text(), st.text()))
 def test_a_row_that_is_accepted_can_be_hashed_and_stored(question: str, answer: int, metadata: dict[str, str]) -> None:
     rows, problems = read_rows([json.dumps({**metadata, "question": question, "answer": answer}).encode()])

@@ -148,7 +148,7 @@ def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 600), max_size=40))
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200)
 def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int]) -> None:
     made = Chat(tokenizer())
     ids = [token % len(made.tokenizer) for token in ids]

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
@@ -213,7 +212,6 @@ ALMOST = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(deadline=None)  # no test asserts a time
 @given(st.lists(ALMOST | JSON, max_size=4))
 def test_whatever_json_a_call_holds_it_is_answered(inside: list[Any]) -> None:
     answers("".join(tag(json.dumps(value)) for value in inside))

@@ -38,7 +38,7 @@ from agentrl.workflow.store.repair import Rebuild
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.trajectory import PolicyRef
-from tests.conftest import forget_process
+from tests.conftest import copy_store, forget_process
 from tests.support.forked_stack import ForkedStack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
@@ -53,8 +53,9 @@ RUN = "damaged"
 
 
 @contextmanager
-def a_worker(home: Path) -> Iterator[Database]:
+def a_worker(home: Path, migrated: Path) -> Iterator[Database]:
     """The database of this process, which does the jobs of a broker of its own."""
+    copy_store(home, migrated)
     with pytest.MonkeyPatch.context() as here:
         here.setenv("AGENTRL_HOME", str(home))
         here.setenv("AGENTRL_REDIS_SERVER", "none")
@@ -140,9 +141,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> dict[str, Any]:
     """What the run makes without a fault."""
-    with a_worker(tmp_path_factory.mktemp("undamaged")) as db:
+    with a_worker(tmp_path_factory.mktemp("undamaged"), migrated_file) as db:
         submitted(db, model, settings().root / "out")
         do_jobs()
         assert run_rows.describe_run(db, RUN)["status"] == "done"
@@ -151,8 +152,8 @@ def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Database]:
-    with a_worker(tmp_path / "home") as db:
+def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home", migrated_file) as db:
         yield db
 
 

@@ -517,9 +517,7 @@ class World(RuleBasedStateMachine):
         assert before is None or dump(self.db) == before, "a zombie wrote"
 
 
-CALM = settings(
-    derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate]
-)
+CALM = settings(suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
 
 
 @pytest.mark.slow

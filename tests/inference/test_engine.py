@@ -472,7 +472,7 @@ def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: P
             future.result(60)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), BITS), min_size=1, max_size=20), st.integers(1, 4))
 def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
     exact: Policy, ref: PolicyRef, mix: list[tuple[int, int, int]], slots: int

@@ -72,11 +72,11 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def worker(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def worker(home: Path, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The database of this process, which does the jobs of what is submitted in it."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    with a_worker(home) as database:
+    with a_worker(home, migrated_file) as database:
         monkeypatch.setattr(submitting, "send_run", lambda prepared, *_: submission.submit(database, prepared))
         yield database
 

@@ -239,7 +239,7 @@ def test_a_small_model_trains_all_weights_unless_told_otherwise(folder: Path) ->
     assert Policy.load(config(), str(folder), device=DEVICE).kind == "full"
 
 
-@hypothesis_settings(deadline=None, max_examples=30)
+@hypothesis_settings(max_examples=30)
 @given(st.integers(0, 6), st.floats(0.5, 2.0))
 def test_padding_changes_no_logprob_and_temperature_divides_the_logits(padding: int, temperature: float) -> None:
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ def run_there(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder.parent, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_store_in_a_folder_that_cannot_be_written_is_read(sqlite: Database, theirs: Path, killed: bool) -> None:
     """Its last writer closed it, or was killed and left its log."""

@@ -23,6 +23,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import downgrade, open_database
 from agentrl.workflow.tables import schema
 from bench.performance import synthetic
+from tests.conftest import copy_store
 from tests.support import played_runs
 from tests.support.browser import Service, Watched, chromium, service, settle
 from tests.support.hostile_rows import ATTACKS, FORMULA, MIXED, fill_with, make_hostile_model, poison
@@ -72,8 +73,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 def store_in(home: Path, migrated: Path) -> Database:
     """A migrated store of a home of its own."""
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "agentrl.db").write_bytes(migrated.read_bytes())
+    copy_store(home, migrated)
     return open_database(f"sqlite:///{home / 'agentrl.db'}")
 
 

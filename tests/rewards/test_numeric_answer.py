@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.errors import RewardError
@@ -130,14 +130,13 @@ def test_every_published_reference_and_solution_is_read_as_it_is_written(publish
         assert {read_answer(shape.format(written)) for shape in ("It is ${}.", "#### {} dollars", "\\boxed{{{}}}")} == {value}
 
 
-LONG = 10**5
+LONG, MANY = 10**5, 50_000
 HOSTILE = [
     "9" * LONG, "-" + "9" * LONG, "1," + "000," * LONG, "1 " + "000 " * LONG, "0." + "0" * LONG + "1", "1e999999",
     "1e-999999",
-    "1e" + "9" * LONG, "7e" * LONG, "NaN", "inf", "-Infinity", "\ud800", "71\ud800", "\0", "7" * 10**6, "x" * 10**6,
-    "7-" * 500_000, "\\text{" * 150_000, "\\text{7}" * 100_000, "{" * 10**6, "\\boxed{" * 140_000, "####" * 250_000,
-    "$" * 10**6, " " * 10**6,
-    "7 " * 500_000, "7," * 500_000, "a(7" * 300_000, ")-" * 500_000, "m^{2" * 200_000, "\n7" * 500_000, "**" * 500_000,
+    "1e" + "9" * LONG, "7e" * LONG, "NaN", "inf", "-Infinity", "\ud800", "71\ud800", "\0", "7" * MANY, "x" * MANY,
+    "7-" * MANY, "\\text{" * MANY, "\\text{7}" * MANY, "{" * MANY, "\\boxed{" * MANY, "####" * MANY, "$" * MANY, " " * MANY,
+    "7 " * MANY, "7," * MANY, "a(7" * MANY, ")-" * MANY, "m^{2" * MANY, "\n7" * MANY, "**" * MANY,
 ]  # fmt: skip
 
 
@@ -151,7 +150,7 @@ def test_hostile_values_on_either_side_are_compared_exactly_and_soon(text: str) 
             numeric("#### 72", reference=text)
     else:
         assert (numeric("#### 72", reference=text), numeric(text, reference=text)) == (0.0, 1.0)
-    assert time.process_time() - began < 60  # of a second or so: nothing is quadratic
+    assert time.process_time() - began < 6  # of a tenth of a second or so: nothing is quadratic
 
 
 def test_numbers_of_any_length_differ_by_their_last_digit() -> None:
@@ -163,7 +162,6 @@ def test_numbers_of_any_length_differ_by_their_last_digit() -> None:
     assert numeric("#### 1e5000", reference="1" + "0" * 4999) == 0.0
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40), st.integers(-999, 999))
 def test_whatever_a_model_says_before_the_mark_changes_nothing(text: str, number: int) -> None:
     assert read_answer(f"{text}\n#### {number}") == number

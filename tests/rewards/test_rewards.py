@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.config import RolloutConfig
@@ -72,7 +72,6 @@ def test_numbers_are_compared_exactly_however_they_are_written(text: str, refere
     assert numeric(text, reference) == 1.0
 
 
-@settings(deadline=None)
 @given(
     st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "#### {}", "#### {:,}.", "so \\boxed{{{}}}", "It is {:,}."])
 )
@@ -80,7 +79,6 @@ def test_any_whole_number_is_read_back(number: int, shape: str) -> None:
     assert read_answer(shape.format(number)) == Fraction(number)
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_no_text_of_the_model_breaks_the_reward(text: str) -> None:
     assert numeric(text) in (0.0, 1.0)
@@ -122,7 +120,6 @@ def test_format_is_the_share_of_well_formed_turns() -> None:
     assert form(episode(turn("", CALL, finish="length"), turn("", CALL, thought="<think>"), turn("", CALL), turn("1"))) == 0.5
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(turn, st.text(), finish=st.sampled_from(["stop", "length"])), max_size=4))
 def test_format_is_always_a_share(turns: list[Step]) -> None:
     assert 0.0 <= find("rewards", "format")(episode(*turns)) <= 1.0

@@ -77,6 +77,7 @@ def gain(chosen: Chosen) -> float:
     return sum(ruled_parts(chosen.candidate["prompt"]).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["apo", "gepa"])
 def test_a_critic_that_reads_the_episodes_finds_what_helps_and_a_blind_one_does_not(name: str) -> None:
     informed = [gain(searched(name, ScriptedCritic("informed", seed), seed)[0]) for seed in range(5)]
@@ -109,6 +110,7 @@ print(json.dumps([[each.candidate["prompt"], each.group.task.key] for each in se
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["apo", "gepa"])
 def test_a_search_takes_the_same_way_in_every_process(name: str) -> None:
     ways = set()

@@ -1,5 +1,6 @@
 """What only looks: a listing by the driver alone says what the whole database says, and loads nothing else."""
 
+import json
 import os
 import subprocess
 import sys
@@ -143,26 +144,42 @@ def test_a_url_of_postgres_that_is_read_here_means_what_sqlalchemy_reads(user: s
             assert parts == {key: str(value) for key, value in wanted.items() if value not in ("", None)} or "host" in more
 
 
-def _loaded(words: list[str], **environment: str) -> tuple[set[str], str]:
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *words],
+def _loaded(words: list[str], **environment: str) -> set[str]:
+    done = _python([LOADED, *words], **environment)
+    return set(done.rpartition("|")[2].split())
+
+
+def _python(words: list[str], **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", *words],
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    said, _, modules = done.stdout.rpartition("|")
-    return set(modules.split()), said or done.stderr
+    ).stdout  # fmt: skip
 
 
 READING = [
     "runs", "runs --json", "episodes by-hand", "replay 1", "why 1", "events by-hand", "sql SELECT(1)", "config show", "tools",
 ]  # fmt: skip
 
+LOADED_AFTER_EACH = """
+import contextlib, io, json, sys
+from agentrl.cli.main import main
+for command in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        main(command.split())
+    print(json.dumps([command, output.getvalue(), sorted(sys.modules)]))
+"""
 
-@pytest.mark.parametrize("command", READING)
-def test_a_command_that_looks_loads_neither_sqlalchemy_nor_a_broker(run: str, command: str) -> None:  # noqa: F811
-    modules, said = _loaded(command.split())
+
+def test_a_command_that_looks_loads_neither_sqlalchemy_nor_a_broker(run: str) -> None:  # noqa: F811
+    """One process runs them one after the other: what one loads is there after the others too."""
+    answers = [json.loads(line) for line in _python([LOADED_AFTER_EACH, *READING]).splitlines()]
+    assert [command for command, _, _ in answers] == READING
     postgres = "postgresql" in settings().database
-    assert not HEAVY & modules - ({"psycopg", "sqlalchemy"} if postgres or command == "tools" else set())
-    assert said.strip()
+    for command, output, modules in answers:
+        assert not HEAVY.intersection(modules) - ({"psycopg", "sqlalchemy"} if postgres or command == "tools" else set()), (
+            command
+        )
+        assert output.strip(), command
 
 
 def test_the_contract_on_what_the_command_line_imports_names_every_command() -> None:
@@ -172,7 +189,7 @@ def test_the_contract_on_what_the_command_line_imports_names_every_command() -> 
 
 @pytest.mark.parametrize("words", ["--help", "submit --help", "--version"])
 def test_help_loads_no_module_of_another_command(tmp_path: Path, words: str) -> None:
-    modules, _ = _loaded(words.split(), AGENTRL_HOME=str(tmp_path / "home"))
+    modules = _loaded(words.split(), AGENTRL_HOME=str(tmp_path / "home"))
     assert not HEAVY & modules
     own = {entry.where.partition(":")[0] for name, entry in COMMANDS.items() if name in words}
     others = {entry.where.partition(":")[0] for entry in COMMANDS.values()} - own

@@ -376,7 +376,7 @@ def test_gc_never_takes_the_best_checkpoint(database: Database, tmp_path: Path) 
 
 
 @pytest.fixture
-def here(home: Path) -> Iterator[Database]:
+def here(store_home: Path) -> Iterator[Database]:
     """The database that commands of this process use."""
     forget_process()
     yield process_database()

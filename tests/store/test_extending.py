@@ -231,14 +231,14 @@ def came_to(db: Database) -> dict[str, Any]:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Database]:
-    with a_worker(tmp_path / "home") as db:
+def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home", migrated_file) as db:
         yield db
 
 
 @pytest.mark.slow
 def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_for_bit(
-    worker: Database, model: Path, tmp_path: Path
+    worker: Database, model: Path, tmp_path: Path, migrated_file: Path
 ) -> None:
     submitted(worker, model, iterations=1)
     do_jobs()
@@ -249,7 +249,7 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
     extend(worker, "first", "b", epochs=1)  # while it goes on
     do_jobs()
     extended = came_to(worker)
-    with a_worker(tmp_path / "planned") as db:
+    with a_worker(tmp_path / "planned", migrated_file) as db:
         submitted(db, model, iterations=4)
         do_jobs()
         planned = came_to(db)
@@ -258,7 +258,9 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
 
 
 @pytest.mark.slow
-def test_a_run_that_drops_checkpoints_is_extended_to_the_same(worker: Database, model: Path, tmp_path: Path) -> None:
+def test_a_run_that_drops_checkpoints_is_extended_to_the_same(
+    worker: Database, model: Path, tmp_path: Path, migrated_file: Path
+) -> None:
     submitted(worker, model, iterations=3, **{"update.save_every": 100})
     do_jobs()
     assert {folder.name[:6] for folder in (settings().root / "out").glob("v*")} == {"v00002", "v00003"}
@@ -267,7 +269,7 @@ def test_a_run_that_drops_checkpoints_is_extended_to_the_same(worker: Database, 
     do_jobs()
     assert {folder.name[:6] for folder in (settings().root / "out").glob("v*")} == {"v00002", "v00004"}
     extended = came_to(worker)
-    with a_worker(tmp_path / "planned") as db:
+    with a_worker(tmp_path / "planned", migrated_file) as db:
         submitted(db, model, iterations=4)
         do_jobs()
         assert came_to(db) == extended

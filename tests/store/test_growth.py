@@ -31,7 +31,7 @@ from agentrl.workflow.tables.views import VIEWS
 from bench.performance import reads, synthetic
 from bench.performance.databases import analyse, analysed
 from bench.performance.synthetic import PER_ITERATION, Run
-from tests.conftest import forget_process
+from tests.conftest import copy_store, forget_process
 from tests.support.played_runs import CALL, answered, claim, fail, ready, sampled, start, submission, update_of
 
 pytestmark = pytest.mark.slow
@@ -68,12 +68,14 @@ def grown(database: Database) -> tuple[Database, list[Run]]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Seen:
     """Databases of such runs, each made once."""
 
     @cache
     def made(shape: tuple[tuple[str, int], ...], counted: bool) -> tuple[Database, list[Run]]:
-        database = open_database(f"sqlite:///{tmp_path_factory.mktemp('grown') / 'agentrl.db'}")
+        folder = tmp_path_factory.mktemp("grown")
+        copy_store(folder, migrated_file)
+        database = open_database(f"sqlite:///{folder / 'agentrl.db'}")
         with database.engine.begin() as tx:
             runs = synthetic.fill(tx, dict(shape))
         if counted:

@@ -3,7 +3,6 @@
 No supervisor: who dies is forked again by the test. What is to be true of the embedded stack itself needs `real_stack`.
 """
 
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,7 +18,7 @@ from agentrl.workers.stack import broker
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import control_reads
 from bench.faults.fork_server import Child, Nursery
-from tests.conftest import missing
+from tests.conftest import copy_store, missing
 from tests.support.real_stack import Stack
 
 TOGETHER = ("rollout,train", "tools", "control")
@@ -49,7 +48,7 @@ class ForkedStack(Stack):
         self.children: list[Child] = []
         self._at_work: dict[str, Child] = {}
         if migrated:
-            shutil.copy(migrated, self.home / "agentrl.db")
+            copy_store(self.home, migrated)
         self.redis = self.start_redis()
 
     def start_redis(self) -> "subprocess.Popen[bytes]":

@@ -1,5 +1,8 @@
 """Small random models in the hub's format, for tests that need real weights but no skill."""
 
+import atexit
+import shutil
+import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +46,15 @@ def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -
 
 
 def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:
-    """A random model of the same size that has learned in a few seconds to call the calculator, and little else."""
+    """A model of that size, in `folder`, that has learned to call the calculator, and little else."""
+    return Path(shutil.copytree(_calling_model(layers, width), folder / "calling"))
+
+
+@cache
+def _calling_model(layers: int, width: int) -> Path:
+    """The model that `tiny_calling` copies, trained once in each process: that takes seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="arl-", dir="/tmp"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     base = tiny_random(folder / "random", layers=layers, width=width)
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 0})
     return sft(arithmetic, str(base), folder / "calling", recipe=Recipe(60, 16, 1e-2), config=config, device="cpu").folder

@@ -4,7 +4,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.errors import ToolFailure
@@ -88,7 +88,6 @@ def test_what_the_calculator_cannot_do_is_told_to_the_model(expression: str, why
         calculate(expression)
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="0123456789.,+-*/%() \n", max_size=600))
 def test_any_text_has_a_value_or_a_reason(text: str) -> None:
     try:
@@ -99,7 +98,6 @@ def test_any_text_has_a_value_or_a_reason(text: str) -> None:
     assert Decimal(said).is_finite() if said else 0 < len(reason) < 200
 
 
-@settings(deadline=None)
 @given(WHOLE, OPERATORS, WHOLE)
 def test_the_result_of_whole_numbers_is_pythons_own(left: int, operator: str, right: int) -> None:
     operation = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}[operator]
@@ -113,7 +111,6 @@ def test_the_result_of_whole_numbers_is_pythons_own(left: int, operator: str, ri
     assert abs(printed - exact) * 10**9 <= abs(exact)
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**60), 10**60), st.integers(0, 60))
 def test_a_decimal_of_any_length_comes_back_as_it_went_in(digits: int, places: int) -> None:
     number = Decimal(digits).scaleb(-places) if digits.bit_length() < 90 else Decimal(digits)

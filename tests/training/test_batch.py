@@ -132,7 +132,7 @@ def test_planning_looks_at_each_beginning_once_however_many_rows_there_are() -> 
     assert Watched.taken <= len(rows)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 900), st.booleans())
 def test_whatever_is_shared_every_row_comes_once_and_its_values_find_their_way(
     lines: list[tuple[int, int]], tokens: int, share: bool

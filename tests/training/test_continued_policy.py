@@ -41,9 +41,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def worker(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def worker(home: Path, migrated_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The database of this process, which does the jobs of what is submitted in it."""
-    with a_worker(home) as database:
+    with a_worker(home, migrated_file) as database:
         monkeypatch.setattr(submitting, "send_run", lambda prepared, *_: submission.submit(database, prepared))
         yield database
 

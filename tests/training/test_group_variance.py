@@ -304,9 +304,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> dict[str, Any]:
     """What the run makes without a fault, and the first of its iterations that was sampled on."""
-    with a_worker(tmp_path_factory.mktemp("undisturbed")) as db:
+    with a_worker(tmp_path_factory.mktemp("undisturbed"), migrated_file) as db:
         submitted(db, model)
         do_jobs()
         rows = iteration_rows.list_iterations(db, iteration_rows.IterationFilter("first")).rows
@@ -320,8 +320,8 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Database]:
-    with a_worker(tmp_path / "home") as db:
+def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
+    with a_worker(tmp_path / "home", migrated_file) as db:
         yield db
 
 

@@ -211,6 +211,7 @@ def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
     assert through.learning_rate == pytest.approx(1e-3 * 2 / 4)
 
 
+@pytest.mark.slow
 def test_ours_goes_on_from_its_checkpoint(trl: None, folder: Path, tmp_path: Path) -> None:
     run = asked()
     _, theirs = trl_trainer(folder, run)
