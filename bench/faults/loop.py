@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -305,19 +306,25 @@ def every(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
 
 
 def sample(firsts: Sequence[Case]) -> list[Case]:
-    """Kill at the first, a middle and the last hit of every point; raise at the first; sleep where it matters."""
-    cases = []
+    """Return one kill for every point, an exception for every point but those before a commit, a sleep where it matters.
+
+    The kills of the plain world come at the first, a middle and the last hit of a point in turn. Before a commit, an exception
+    and a kill leave the same rows. `make faults` tries every hit.
+    """
+    cases, kills = list[Case](), count()
     for case in firsts:
-        if case.env == "critic":  # the last ones: by then there is something to lose
+        middle = (case.hits + 1) // 2
+        if case.action == "sleep" and case.point not in ZOMBIES and case.env != "boxed":
+            continue
+        if case.env == "critic":  # at the last hit there is something to lose
             cases += [replace(case, hit=case.hits)] if case.action == "kill" else []
-        elif case.env == "agent":  # the first hits are before anything was said
-            wanted = case.action == "kill" or (case.action == "sleep" and case.point in ZOMBIES)
-            cases += [replace(case, hit=(case.hits + 1) // 2)] if wanted else []
+        elif case.env == "agent":  # at the first hits nothing was said yet
+            cases += [replace(case, hit=middle)] if case.action != "raise" else []
+        elif case.env == "boxed":  # at the first hits the sandbox is tried out
+            cases.append(replace(case, hit=middle))
         elif case.action == "kill":
-            cases += [replace(case, hit=hit) for hit in sorted({1, (case.hits + 1) // 2, case.hits})]
-        elif case.env == "boxed":  # the first hits are of who tries the sandbox out
-            cases.append(replace(case, hit=(case.hits + 1) // 2))
-        elif case.action == "raise" or case.point in ZOMBIES:
+            cases.append(replace(case, hit=(1, middle, case.hits)[next(kills) % 3]))
+        elif case.action == "sleep" or not case.point.endswith(".before"):
             cases.append(case)
     return cases
 

@@ -90,7 +90,7 @@ def staged(stage: Stage) -> Iterator[Stage]:
         stage.leave()
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> Any:
+def wait_for(condition: Any, seconds: float = 120.0) -> Any:
     """What the condition gives once it gives anything."""
     until = time.monotonic() + seconds
     while not (found := condition()):

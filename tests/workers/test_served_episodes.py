@@ -140,5 +140,4 @@ def test_what_cannot_be_forgotten_stops_nothing(stage: Stage, monkeypatch: pytes
         opened = stage.open()
         assert stage.ask(opened) == 200
         stage.episodes.end(opened.id).result(30)
-    time.sleep(0.1)
-    assert stage.rows("SELECT count(*) FROM episodes")[0][0] <= 1
+    wait_for(lambda: stage.rows("SELECT count(*) FROM episodes")[0][0] <= 1)

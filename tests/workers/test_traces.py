@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx2
-import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -31,7 +30,7 @@ def post(served: Served, key: str, body: bytes, kind: str = JSON, **headers: str
         "content-type": kind,
         **{name.replace("_", "-"): v for name, v in headers.items()},
     }
-    return httpx2.post(f"{served.url}/v1/traces", content=body, headers=told, timeout=30)
+    return httpx2.post(f"{served.url}/v1/traces", content=body, headers=told, timeout=300)
 
 
 def test_a_real_exporter_is_taken_and_what_it_sends_again_is_written_once(stage: Stage, served: Served) -> None:
@@ -67,15 +66,13 @@ def test_spans_of_a_strangers_episode_and_of_a_strangers_key_are_refused(stage: 
     assert value(stage.db, "SELECT count(*) FROM annotations") == 1
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_garbage_and_bombs_are_refused_in_the_exporters_form_and_leave_nothing(stage: Stage, served: Served, name: str) -> None:
+def test_garbage_and_bombs_are_refused_in_the_exporters_form_and_leave_nothing(stage: Stage, served: Served) -> None:
     _, key = began(stage)
-    body, kind, encoding = HOSTILE[name]
-    refused = post(served, key, body, kind, **({"content_encoding": encoding} if encoding else {}))
-    assert refused.status_code == 400
-    assert refused.headers["content-type"] == kind
-    assert b"These are no traces" in refused.content
-    assert value(stage.db, "SELECT count(*) FROM annotations") == 0
+    for name, (body, kind, encoding) in HOSTILE.items():
+        refused = post(served, key, body, kind, **({"content_encoding": encoding} if encoding else {}))
+        assert (refused.status_code, refused.headers["content-type"]) == (400, kind), name
+        assert b"These are no traces" in refused.content, name
+        assert value(stage.db, "SELECT count(*) FROM annotations") == 0, name
 
 
 def test_a_span_that_cannot_be_kept_costs_no_other(stage: Stage, served: Served) -> None:
