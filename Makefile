@@ -150,8 +150,13 @@ wheel-test: env
 		&& $(CURDIR)/build/wheel/bin/python -c 'from agentrl.workflow.trajectory import Episode; print(Episode.__module__)'
 
 # What a tag is released with, in dist/: sdist, wheel and notes from CHANGELOG.md. Nothing is published.
-release: env
+release: .venv/.twine
 	.ci/release $(TAG)
+
+.venv/.twine: .venv/.stamp
+	@$(PYTHON) -m venv build/twine
+	$(call pip,build/twine,twine)
+	@touch $@
 
 # Eight services, three small runs through all of them, the second with an agent, the third with programs in the tools service's
 # sandbox; in a project of its own: another stack of this folder keeps its volumes.
