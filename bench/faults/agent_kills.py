@@ -72,7 +72,7 @@ def _kill_redis(stack: Stack) -> bool:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"redis-server" in words and str(stack.home).encode() in words:
+        if (b"redis-server" in words or b"valkey-server" in words) and str(stack.home).encode() in words:
             os.kill(pid, signal.SIGKILL)
             return True
     return False
