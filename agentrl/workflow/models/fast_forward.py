@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from agentrl.workflow.models.logprobs import cache_parameter
 from agentrl.workflow.models.packed_weights import pack_weight
 
 SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -120,15 +121,16 @@ def is_supported(model: Any, adapter: str = "") -> bool:
 
 def transformers_pass(model: Any) -> Pass:
     """The `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
+    parameter = cache_parameter(model)
 
     def run(ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
         out = model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=slots,
             use_cache=True,
             logits_to_keep=1,
+            **{parameter: slots},
         )
         logits: Tensor = out.logits[:, -1]
         return logits

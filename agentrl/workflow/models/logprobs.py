@@ -8,6 +8,7 @@ back through them as a sum. The result is the same up to the order of sums.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -126,6 +127,11 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
+def cache_parameter(model: nn.Module) -> str:
+    """Return the name by which the model's forward pass takes keys and values; transformers 5.24 has renamed it."""
+    return "cache" if "cache" in signature(causal_model(model).forward).parameters else "past_key_values"
+
+
 def shares_prefixes(model: nn.Module) -> bool:
     """Whether rows can continue cached keys and values: every layer attends to all earlier tokens, and the head is plain."""
     causal = causal_model(model)
@@ -191,10 +197,11 @@ def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | Non
     if prefixes is None:
         return cast(Tensor, body(**_inputs(ids, mask), use_cache=False).last_hidden_state)
     cache = DynamicCache()
-    body(**_inputs(prefixes.ids, prefixes.mask), past_key_values=cache, use_cache=True)
+    argument = {cache_parameter(body): cache}
+    body(**_inputs(prefixes.ids, prefixes.mask), **argument, use_cache=True)
     cache.reorder_cache(prefixes.of)  # type: ignore[arg-type]  # annotated LongTensor
     whole = torch.cat([prefixes.mask.index_select(0, prefixes.of), mask], 1)
-    return cast(Tensor, body(**_inputs(ids, whole), past_key_values=cache, use_cache=True).last_hidden_state)
+    return cast(Tensor, body(**_inputs(ids, whole), **argument, use_cache=True).last_hidden_state)
 
 
 def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
