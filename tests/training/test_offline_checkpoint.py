@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.datasets.arithmetic import arithmetic
-from agentrl.workflow.errors import CheckpointError, ConflictError, ModelError, Stopped
+from agentrl.workflow.errors import CheckpointError, ConflictError, DeviceLost, ModelError, Stopped
 from agentrl.workflow.models.lookup import base_hash, model_folder
 from agentrl.workflow.models.parameters import Parameters
 from agentrl.workflow.training.offline_checkpoint import catch_interrupt
@@ -158,6 +159,24 @@ def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_ther
         learn(training, tmp_path / "made", progress=Pressing())
     assert signal.getsignal(signal.SIGINT) is before
     learn(training, tmp_path / "made", progress=told)
+    learn(training, tmp_path / "whole")
+    assert told.done == 3
+    assert base_hash(tmp_path / "made") == base_hash(tmp_path / "whole")
+
+
+def test_lost_device_ends_a_training_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+
+    class Failing(Told):
+        """Its device fails after step 5."""
+
+        def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+            if done == 5:
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    with pytest.raises(DeviceLost, match="unspecified launch failure"):
+        learn(training, tmp_path / "made", save_every=3, progress=Failing())
+    learn(training, tmp_path / "made", save_every=3, progress=told)
     learn(training, tmp_path / "whole")
     assert told.done == 3
     assert base_hash(tmp_path / "made") == base_hash(tmp_path / "whole")

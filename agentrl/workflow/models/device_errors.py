@@ -1,5 +1,7 @@
 """What an exception says of the device: memory ran out, the device is lost, or neither. The one place that decides it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -45,3 +47,19 @@ def as_device_lost(error: BaseException) -> DeviceLost | None:
     lost = DeviceLost(str(error).partition("\n")[0].strip().rstrip("."))
     lost.__cause__ = error
     return lost
+
+
+@contextmanager
+def translate_device_lost() -> Iterator[None]:
+    """Raise errors inside that mean a lost device as `DeviceLost`, for a command that ends with them.
+
+    Raises:
+        DeviceLost: the device is lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = as_device_lost(error)
+        if lost is None:
+            raise
+        raise lost from error

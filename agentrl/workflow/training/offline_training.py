@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError, Stopped
+from agentrl.workflow.models.device_errors import translate_device_lost
 from agentrl.workflow.models.logprobs import keeps_apart, line_logprobs, token_logprobs
 from agentrl.workflow.models.parameters import Parameters, count_parameters
 from agentrl.workflow.models.policy import Policy, open_with_weights
@@ -236,6 +237,7 @@ def train(
         ModelError: the loss or the gradient is no longer finite.
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example, or for the optimizer's moments.
+        DeviceLost: the GPU failed; what the last checkpoint has is kept.
         Stopped: ctrl-C; what is done is kept, where there is a place for it.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -248,7 +250,7 @@ def train(
     metrics: Metrics = {}
     progress.begins(count_parameters(module), recipe.steps, done)
     module.train()
-    with catch_interrupt() as stop:
+    with catch_interrupt() as stop, translate_device_lost():
         for step, numbers in islice(enumerate(order), done, recipe.steps):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
