@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from bench.faults.fork_server import Nursery
 from tests.clients.scripted import ONCE, PLAIN, TWICE
 from tests.conftest import missing
 from tests.support.real_stack import Stack, embedded_stack
@@ -26,8 +27,8 @@ QUESTIONS = {ONCE: "7", TWICE: "20", PLAIN: "7"}
 
 
 @pytest.fixture(scope="module")
-def stack(module_folder: Path) -> Iterator[Stack]:
-    with embedded_stack(module_folder, idle_seconds="3600") as made:
+def stack(module_folder: Path, forks: Nursery) -> Iterator[Stack]:
+    with embedded_stack(module_folder, idle_seconds="3600", nursery=forks) as made:
         made.environment["PYTHONPATH"] = str(ROOT)
         yield made
 

@@ -5,7 +5,6 @@ No supervisor: who dies is forked again by the test. What is to be true of the e
 
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -38,12 +37,13 @@ class ForkedStack(Stack):
     """
 
     def __init__(self, folder: Path, nursery: Nursery, migrated: Path | None, **environment: str) -> None:
-        self.folder, self.nursery = folder, nursery
+        self.folder = folder
         self.socket = folder / "redis.sock"
         for name in ("home", "tmp"):
             (folder / name).mkdir(exist_ok=True)
         url = f"{broker.SOCKET_SCHEME}{self.socket}?virtual_host=0"
         super().__init__(folder / "home", **environment, AGENTRL_BROKER_URL=url)
+        self.nursery = nursery
         self.environment["TMPDIR"] = str(folder / "tmp")
         self.children: list[Child] = []
         self._at_work: dict[str, Child] = {}
@@ -94,22 +94,6 @@ class ForkedStack(Stack):
         """Waits until the newest worker of that role ends with `code`, and forks another as a supervisor would."""
         assert self._at_work[role].end() == code, self.logs()
         self.fork(*role.split(","))
-
-    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Runs a command to its end."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            out, error = Path(folder, "out"), Path(folder, "error")
-            child = self.nursery.start(
-                "bench.faults.fork_server:command", words, str(out), log=error, environment=self.environment
-            )
-            code = child.end()
-            return subprocess.CompletedProcess(words, code, out.read_text(), error.read_text())
-
-    def agentrl(self, *arguments: str, code: int = 0) -> str:
-        """Runs a command to its end; returns its stdout. Fails the test unless it exits with `code`."""
-        done = self.command(*arguments)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
-        return done.stdout
 
     def ask(self, query: str) -> Any:
         """One value from the rows."""

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.reads import run_rows
+from bench.faults.fork_server import Nursery
 from tests.conftest import missing
 
 DEADLINE_SECONDS = 240.0
@@ -26,11 +28,16 @@ SMALL = (
 
 
 @contextmanager
-def embedded_stack(folder: Path, idle_seconds: str) -> "Iterator[Stack]":
-    """The embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long."""
+def embedded_stack(folder: Path, idle_seconds: str, nursery: Nursery | None = None) -> "Iterator[Stack]":
+    """Yield the embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long.
+
+    Args:
+        nursery: forks the stack's commands, which saves their imports; None runs each with `python -m`.
+    """
     if broker.find_server(Settings(home=folder)) is None:
         missing("a Redis server")
     made = Stack(folder / "home", AGENTRL_IDLE_STOP_SECONDS=idle_seconds)
+    made.nursery = nursery
     try:
         yield made
     finally:
@@ -53,6 +60,7 @@ class Stack:
         }
         given = {key.removeprefix("AGENTRL_").lower(): value for key, value in environment.items()}
         self.settings = Settings(home=home, **given)  # type: ignore[arg-type]
+        self.nursery: Nursery | None = None
         self._database: Database | None = None
         self._workers: list[subprocess.Popen[bytes]] = []
 
@@ -64,17 +72,23 @@ class Stack:
         return self._database
 
     def agentrl(self, *arguments: str, code: int = 0) -> str:
-        """Runs a command to its end; returns its stdout. Fails the test unless it exits with `code`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "agentrl.cli", *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-            check=False,
-        )
+        """Run a command to its end; return its stdout. Fail the test unless it exits with `code`."""
+        done = self.command(*arguments)
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         return done.stdout
+
+    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command to its end."""
+        if self.nursery is None:
+            command = [sys.executable, "-m", "agentrl.cli", *words]
+            environment, seconds = self.environment, DEADLINE_SECONDS
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
+            out, error = Path(folder, "out"), Path(folder, "error")
+            target = "bench.faults.fork_server:command"
+            child = self.nursery.start(target, words, str(out), log=error, environment=self.environment)
+            code = child.end()
+            return subprocess.CompletedProcess(words, code, out.read_text(), error.read_text())
 
     def worker(self, roles: str) -> "subprocess.Popen[bytes]":
         """Starts one worker process."""
