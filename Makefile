@@ -5,7 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers for two cores: a third of the time a test waits for a process, a lease or a server.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The published gsm8k files, where they lie beside the checkout.
 ifneq ($(wildcard ../shared/data/gsm8k),)
@@ -44,7 +45,7 @@ test: env
 test-explore: env
 	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
-# What takes some seconds or more: whole runs, kills in the middle, a fault at every point (sampled).
+# What takes some seconds or more: whole runs, kills in the middle, one fault at every point.
 test-slow: env .venv/.litellm
 	$(PYTEST) -m slow
 
