@@ -79,6 +79,7 @@ def test_what_the_command_refuses_is_told_in_its_words(trained: Database) -> Non
     assert "is no tag" in said["output"]
 
 
+@pytest.mark.slow
 def test_the_run_of_that_number_is_meant_though_another_has_the_number_as_its_name(trained: Database) -> None:
     planning.submit(trained, submission("1"))
     app = application(store(trained), actions=True)

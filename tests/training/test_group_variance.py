@@ -325,6 +325,7 @@ def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
         yield db
 
 
+@pytest.mark.slow
 def test_a_run_that_is_left_in_mid_sampling_goes_on_as_if_nothing_had_happened(
     worker: Database, model: Path, undisturbed: dict[str, Any]
 ) -> None:

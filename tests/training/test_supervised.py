@@ -53,6 +53,7 @@ def test_a_short_warm_up_lowers_the_loss_and_makes_a_loadable_model(tmp_path: Pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     for name in ("a", "b"):
         losses_of("tiny", tmp_path / name)

@@ -92,6 +92,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 def test_an_agent_that_says_what_the_built_in_loop_says_has_its_tokens_bit_for_bit(db: Database, policy: Policy) -> None:
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     wanted = replace(submission("built-in", tasks=1), policy=ref)

@@ -61,6 +61,7 @@ def test_what_it_imports_holds_no_model_and_no_queue() -> None:
     assert not {"torch", "transformers", "datasets", "celery", "fastapi", "starlette", "numpy"} & set(loaded)
 
 
+@pytest.mark.slow
 def test_a_killed_endpoint_comes_back_on_its_port_and_serves_who_called_meanwhile(database: Database, tmp_path: Path) -> None:
     made = attempt(database, "k" * 30)
     listening = bind(LOOPBACK, 0)
