@@ -148,6 +148,7 @@ def undamaged(model: Path, tmp_path_factory: pytest.TempPathFactory, migrated_fi
         do_jobs()
         assert run_rows.describe_run(db, RUN)["status"] == "done"
         assert value(db, "SELECT count(*) FROM policies WHERE kind = 'trained'") == ITERATIONS
+        assert value(db, "SELECT count(*) FROM v_iterations WHERE tflops > 0") == ITERATIONS  # the job keeps what it cost
         return facts(db)
 
 

@@ -153,7 +153,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
             raise
         if not update.bad:
             loaded.trainer_holds = (work.run_id, record.path or work.policy.path)
-    metrics = {"reward": _mean_reward(work), **update.metrics}
+    metrics = {"reward": _mean_reward(work), **update.metrics, **update.costs}
     for hook in load_hooks(config.hooks):
         hook.on_update_end(work.run, work.iteration, metrics)
     return published
@@ -267,7 +267,7 @@ def _update_record(
         skipped=update.skipped or "",
         bad=update.bad,
         seconds=time.perf_counter() - started,
-        costs=update.metrics,
+        costs=update.costs,
     )
 
 

@@ -25,13 +25,13 @@ class Update:
             `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|); with a critic `value_loss`, and
             `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
             it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless importance_cap is null the
-            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut. Of the whole update `tflops`,
-            on a GPU `peak_memory_bytes`, and `mfu` where the GPU's peak is known (see `training.update_cost`).
+            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used: the mean over its tokens.
         dropped: why a group was not used, or not all of its finished episodes, by slot.
         skipped: why the weights were left as they were; None where they were updated.
         bad: something was not finite; what is in memory may be spoiled, and the last checkpoint is to be loaded.
+        costs: what it took of the machine: `tflops`, on a GPU `peak_memory_bytes` and `mfu` (see `training.update_cost`).
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -40,6 +40,7 @@ class Update:
     dropped: Mapping[int, str] = field(default_factory=dict)
     skipped: str | None = None
     bad: bool = False
+    costs: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

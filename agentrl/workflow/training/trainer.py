@@ -102,8 +102,13 @@ class Trainer:
         metrics = {**combine_metrics(steps), **prepared.whole}
         self.kl_coef = next_kl_coef(self.kl_coef, metrics.get("kl", 0.0), len(prepared.tokens.episodes), self._options)
         seconds = time.perf_counter() - started
-        metrics |= {"seconds": seconds, **self._scorer.cost.metrics(seconds)}
-        return Update(metrics, tuple(steps), prepared.advantages, prepared.dropped)
+        return Update(
+            metrics | {"seconds": seconds},
+            tuple(steps),
+            prepared.advantages,
+            prepared.dropped,
+            costs=self._scorer.cost.metrics(seconds),
+        )
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
         """Previews the first step that the update would take, and undoes it. Raises as `update` does."""
