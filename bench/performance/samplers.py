@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from agentrl.workflow.config import PROJECTIONS
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.models.logprobs import cache_parameter
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
 
@@ -79,7 +80,7 @@ def generate(model: Any, work: Work) -> Sampler:
 def _loop(model: Any, ids: torch.Tensor, steps: int) -> None:
     cache = DynamicCache(config=model.config)
     for _ in range(steps):
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(input_ids=ids, **{cache_parameter(model): cache}, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(-1, keepdim=True)
     ids.tolist()  # a GPU is waited for
 
