@@ -1,7 +1,7 @@
 """A run on the embedded stack whose rollout worker loses its device in mid-turn: the run must end `done`.
 
 After a device-side assert nothing can be computed in that process any more. The supervisor must start another one, which
-samples what is missing. Without a GPU the error is raised once.
+samples what is missing. Without a GPU the same error is raised by every pass of that process.
 """
 
 import json

@@ -19,12 +19,11 @@ def _before_pass(model: Any, action: Callable[[Tensor], None]) -> Any:
     return model.get_input_embeddings().register_forward_pre_hook(hook)
 
 
-def lose_device(model: Any, after: int, lasting: bool = True, notify: Callable[[], None] = lambda: None) -> None:
-    """Make the pass after so many trip a device-side assert, after which a GPU is lost to this process.
+def lose_device(model: Any, after: int, notify: Callable[[], None] = lambda: None) -> None:
+    """Make the pass after so many trip a device-side assert, and each later one fail as it does on a GPU after that.
 
     Args:
-        lasting: without a GPU, raise the error in all later passes too, as a GPU does.
-        notify: called before.
+        notify: called before the first.
     """
     count = itertools.count()
 
@@ -35,7 +34,7 @@ def lose_device(model: Any, after: int, lasting: bool = True, notify: Callable[[
         if ids.is_cuda:
             if number == after:
                 trip_assert(ids.device)
-        elif number == after or (lasting and number > after):
+        elif number >= after:
             raise torch.AcceleratorError(ASSERT_MESSAGE)
 
     _before_pass(model, action)

@@ -1,7 +1,7 @@
 """The engine `rolling` in a process that loses its device once: `--engine bench.gpu.lossy_engine:lossy`.
 
 Each process that starts it adds its number to the file that DEVICE_LOST_FILE names; the first one trips a device-side assert
-while it samples, after it has added LOST. Without a GPU the error is raised once, and the process goes on.
+while it samples, after it has added LOST. Without a GPU the error is raised by each pass of that process from then on.
 """
 
 import os
@@ -27,7 +27,7 @@ def start(policy: Policy, settings: Settings) -> Engine:
     _append(file, str(os.getpid()))
     if is_first:
         with policy.sampling() as model:
-            lose_device(model, PASSES_BEFORE, lasting=False, notify=lambda: _append(file, LOST))
+            lose_device(model, PASSES_BEFORE, notify=lambda: _append(file, LOST))
     return rolling_engine.start(policy, settings)
 
 

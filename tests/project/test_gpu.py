@@ -96,6 +96,9 @@ def test_gpu_check_measures_every_part_of_a_call(call: str, tmp_path: Path) -> N
         assert (measured["ended"], measured["missing"]) == ("yes", []), output
         assert measured["rows"]
         assert f"## {name}" in (tmp_path / "out" / "summary.md").read_text()
+    if call == "2":
+        (run,) = results(tmp_path, "device_lost")["rows"]
+        assert (run["status"], run["processes"], run["failures"]) == ("done", 2, 0)  # another process, and no attempt spent
     if call == "3":
         (run,) = [row for row in results(tmp_path, "learn_smollm")["rows"] if row["name"] == "run"]
         assert run["iterations"] == 10
