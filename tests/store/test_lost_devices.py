@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.workflow.store import rollout_claims, train_claims
+from agentrl.workflow.store import lost_devices, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.lost_devices import MAX_DEVICE_LOSSES, hand_back_claims
 from tests.support.played_runs import play, start, submission, values
@@ -17,7 +17,22 @@ def lose(db: Database, group: int, pid: int, times: int) -> None:
         hand_back_claims(db, f"host:{pid + number}", "rollout", REASON)
 
 
-def test_hand_back_claims_frees_groups_at_once_and_counts_nothing(database: Database) -> None:
+@pytest.fixture
+def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that lose their device have ended when their claims are handed back."""
+    monkeypatch.setattr(lost_devices, "EXIT_MS", -1)
+
+
+def test_hand_back_claims_keeps_them_until_the_process_has_ended(database: Database) -> None:
+    first, _ = start(database, submission())
+    lose(database, first, 7, 1)
+    assert rollout_claims.claim_group(database, first, "host:8/1", 60) is None
+    database.write(lambda tx: tx.exec_driver_sql(f"UPDATE groups SET lease_until = lease_until - {lost_devices.EXIT_MS + 1}"))
+    assert rollout_claims.claim_group(database, first, "host:8/1", 60) is not None
+
+
+@pytest.mark.usefixtures("ends_at_once")
+def test_hand_back_claims_frees_groups_and_counts_nothing(database: Database) -> None:
     first, second = start(database, submission())
     assert rollout_claims.claim_group(database, second, "host:77/1", 60) is not None
     lose(database, first, 7, 1)
@@ -29,6 +44,7 @@ def test_hand_back_claims_frees_groups_at_once_and_counts_nothing(database: Data
     assert said == f"the worker rollout ended because its device failed ({REASON}); it held 1 group"
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_hand_back_claims_frees_an_iteration_without_a_loss(database: Database) -> None:
     for group in start(database, submission()):
         play(database, group)
@@ -39,6 +55,7 @@ def test_hand_back_claims_frees_an_iteration_without_a_loss(database: Database) 
     assert values(database, "SELECT losses FROM iterations") == [0]
 
 
+@pytest.mark.usefixtures("ends_at_once")
 @pytest.mark.parametrize("progress", [False, True])
 def test_devices_lost_without_progress_fail_the_run(database: Database, progress: bool) -> None:
     first, second = start(database, submission())

@@ -17,8 +17,8 @@ _ending = threading.Lock()
 def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
     """End this process if the error means that its device is lost; return None for any other error.
 
-    All claims of the process are handed back at once, and others go on from the last commit. Whatever restarts workers (the
-    supervisor, docker) starts a new process.
+    All claims of the process are handed back, and others go on from the last commit once it has ended. Whatever restarts
+    workers (the supervisor, docker) starts a new process.
 
     A person's own process (strategy "threads") is not ended: there the error is returned, and the caller fails the run with it.
     """

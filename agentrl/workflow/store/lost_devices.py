@@ -1,4 +1,4 @@
-"""Claims of a worker whose GPU failed. They are handed back at once; what bounds the repetition is the run's event log."""
+"""Claims of a worker whose GPU failed. They are handed back; what bounds the repetition is the run's event log."""
 
 from sqlalchemy import Connection, func, select, update
 
@@ -9,6 +9,9 @@ from agentrl.workflow.store.train_claims import set_run_status
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 
+EXIT_MS = 3000
+"""How long a process may take to end. Until then its claims stay leased: while its connection to the broker is open, the broker
+could give it the message that sends them again, and that message would be lost with it."""
 MAX_DEVICE_LOSSES = 5
 """A run fails once its workers have lost their devices this often since a group or an iteration of it ended."""
 
@@ -16,6 +19,8 @@ MAX_DEVICE_LOSSES = 5
 @transaction
 def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
     """Hand back all claims of the worker `host:pid`, whose device failed for `reason`; no loss and no attempt is counted.
+
+    Others may claim them after `EXIT_MS`.
 
     A device that fails again and again without any progress of a run fails that run: else it would go on for ever.
     """
@@ -26,7 +31,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
             failed = f"The device failed {MAX_DEVICE_LOSSES} times without any progress, at last at {worker}: {reason}."
             set_run_status(tx, run, "failed", f"{failed} Check it there: agentrl doctor")
     for table in (schema.groups, schema.iterations):
-        tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() - 1, worker=""))
+        tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() + EXIT_MS, worker=""))
 
 
 def _count_losses(tx: Connection, run: int) -> int:
