@@ -13,17 +13,12 @@ from agentrl.workflow.store.reads import series
 from agentrl.workflow.store.reads.series import ROWS, WINDOWS, list_views, view_columns
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.views import VIEWS
-from bench.performance import synthetic
 from tests.search.test_search_rows import BETTER, SEED, begun, planned, rolled_out
+from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, values
 
-
-@pytest.fixture
-def grown(database: Database) -> Database:
-    with database.engine.begin() as tx:
-        synthetic.fill(tx, {"large": 3, "live": 1})
-    return database
+grown = grown_store({"large": 3, "live": 1})
 
 
 def test_annotations_come_by_kind_name_and_source_and_in_pages(grown: Database) -> None:

@@ -24,6 +24,7 @@ from agentrl.workflow.store.waiting_runs import find_wait_reason, wait_for
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.trajectory import PolicyRef
 from bench.performance import synthetic
+from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, claim, claim_training, fail, finish, play, start, submission, update_of, values
 
@@ -31,12 +32,7 @@ SHAPE = {"old": 1, "large": 4, "live": 2}
 MOVING = ("started_at", "finished_at", "created_at", "active_at")
 
 
-@pytest.fixture
-def grown(database: Database) -> Database:
-    """A small database of three runs, with evaluations, a fork, and a run on stored groups."""
-    with database.engine.begin() as tx:
-        synthetic.fill(tx, SHAPE)
-    return database
+grown = grown_store(SHAPE)
 
 
 def number(database: Database, name: str) -> int:

@@ -10,7 +10,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import task_rows
 from agentrl.workflow.store.reads.task_rows import TASK_ORDERS
 from agentrl.workflow.tables import schema as tables
-from bench.performance import synthetic
+from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import claim_training, play, submission, update_of, values
 
@@ -59,11 +59,7 @@ def test_where_no_part_says_what_is_right_a_reward_of_one_does(database: Databas
     assert found["solved_means"] == "its best episode's reward is 1 or more"
 
 
-@pytest.fixture
-def grown(database: Database) -> Database:
-    with database.engine.begin() as tx:
-        synthetic.fill(tx, {"large": 3})
-    return database
+grown = grown_store({"large": 3})
 
 
 def whole_list(page: PageOver, run: int, **asked: Any) -> list[dict[str, Any]]:

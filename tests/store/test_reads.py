@@ -40,8 +40,8 @@ from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow,
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
 from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
 from agentrl.workflow.tables.views import VIEWS
-from bench.performance import synthetic
 from tests.conftest import created
+from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.played_runs import (
     CALL,
     claim,
@@ -79,12 +79,7 @@ ORDERS = {
 }
 
 
-@pytest.fixture
-def grown(database: Database) -> Database:
-    """A small database of three runs."""
-    with database.engine.begin() as tx:
-        synthetic.fill(tx, SHAPE)
-    return database
+grown = grown_store(SHAPE)
 
 
 def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: Paging) -> Iterator[Page[Any]]:
