@@ -110,6 +110,7 @@ class Notes(agentrl.Hook):
         self.heard.append(f"update {iteration}")
 
 
+@pytest.mark.slow
 def test_lambdas_hooks_with_locks_and_rewards_that_capture_work_one_run_after_the_other(model: str, tmp_path: Path) -> None:
     notes, lock, seen = Notes(), threading.Lock(), []
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx2
+import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -88,6 +89,7 @@ def test_a_span_that_cannot_be_kept_costs_no_other(stage: Stage, served: Served)
     assert value(stage.db, "SELECT count(*) FROM annotations") == 250
 
 
+@pytest.mark.slow
 def test_who_posts_much_waits_for_itself_and_keeps_no_other_waiting(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     other = new_emit_key()
