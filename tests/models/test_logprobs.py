@@ -60,7 +60,7 @@ OTHERS = {
 
 @pytest.fixture(autouse=True)
 def _chunks_of_seven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_head, "CHUNK", 7 * WORDS)
+    monkeypatch.setattr(lm_head, "HEAD_CHUNK", 7 * WORDS)
 
 
 def made(model: Any) -> nn.Module:
