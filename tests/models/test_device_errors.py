@@ -16,6 +16,7 @@ ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be 
         MemoryError(),
         torch.AcceleratorError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -45,6 +46,8 @@ def test_classify_recognises_a_lost_device(error: Exception) -> None:
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
         torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+        torch.AcceleratorError("CUDA error: invalid configuration argument"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
         ValueError("a log that quotes CUDA error: unspecified launch failure"),
         InfraError("Sampling failed."),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.workflow.store import lost_devices, rollout_claims, train_claims
+from agentrl.workflow.store import lost_devices, planning, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.lost_devices import MAX_DEVICE_LOSSES, hand_back_claims
 from tests.support.played_runs import play, start, submission, values
@@ -53,6 +53,25 @@ def test_hand_back_claims_frees_an_iteration_without_a_loss(database: Database) 
     hand_back_claims(database, "host:7", "train", REASON)
     assert train_claims.claim_iteration(database, iteration, "host:8/1", 60) is not None
     assert values(database, "SELECT losses FROM iterations") == [0]
+
+
+@pytest.mark.usefixtures("ends_at_once")
+def test_devices_lost_by_one_run_do_not_fail_another(database: Database) -> None:
+    first, _ = start(database, submission())
+    other, _ = start(database, submission(name="other"))
+    assert rollout_claims.claim_group(database, other, "host:99/1", 60) is not None
+    lose(database, first, 10, MAX_DEVICE_LOSSES)
+    assert values(database, "SELECT status FROM runs ORDER BY id") == ["failed", "running"]
+
+
+@pytest.mark.usefixtures("ends_at_once")
+def test_devices_lost_before_a_resume_are_not_counted(database: Database) -> None:
+    first, _ = start(database, submission())
+    lose(database, first, 10, MAX_DEVICE_LOSSES)
+    (run,) = values(database, "SELECT name FROM runs")
+    planning.resume(database, run)
+    lose(database, first, 20, MAX_DEVICE_LOSSES - 1)
+    assert values(database, "SELECT status FROM runs") == ["running"]
 
 
 @pytest.mark.usefixtures("ends_at_once")

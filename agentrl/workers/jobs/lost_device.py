@@ -4,9 +4,11 @@ import os
 import threading
 from logging import getLogger
 
+from agentrl.workers.stack import broker
 from agentrl.workers.stack.process import database, heartbeat, shared, threaded, worker_name
 from agentrl.workflow.errors import DeviceLost
 from agentrl.workflow.models.device_errors import as_device_lost
+from agentrl.workflow.settings import settings
 from agentrl.workflow.store.lost_devices import hand_back_claims
 
 log = getLogger("agentrl.device")
@@ -20,10 +22,11 @@ def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
     All claims of the process are handed back, and others go on from the last commit once it has ended. Whatever restarts
     workers (the supervisor, docker) starts a new process.
 
-    A person's own process (strategy "threads") is not ended: there the error is returned, and the caller fails the run with it.
+    A process that is the whole stack is not ended, since nothing would start it again: a person's own (strategy "threads"), and
+    the embedded stack without a server. There the error is returned, and the caller fails the run with it.
     """
     lost = as_device_lost(error)
-    if lost is None or threaded.is_set():
+    if lost is None or threaded.is_set() or broker.is_in_memory(settings()):
         return lost
     _ending.acquire()
     log.error("%s Exit code %d.", lost.message, lost.exit_code)
@@ -33,4 +36,5 @@ def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
         hand_back_claims(database(), worker_name(), role, lost.reason)
     except Exception as away:  # noqa: BLE001 - the leases then end by themselves
         log.warning("the claims could not be handed back: %s", away)
+        os._exit(1)  # the supervisor then records the loss
     os._exit(lost.exit_code)  # at once: destructors of tensors would fail on the device too

@@ -10,14 +10,20 @@ from agentrl.workflow.errors import DeviceLost
 
 DeviceError = Literal["out_of_memory", "device_lost", "other"]
 
-_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    *("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED"),
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for the handle
+)
 """Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
 
 _LOST = ("CUDA error:", "HIP error:", "CUDA driver error:", "STATUS_EXECUTION_FAILED", "STATUS_INTERNAL_ERROR")
 """Texts of errors after which no later call of the device succeeds in this process, where torch has no class for them."""
 
-_UNSUPPORTED = ("no kernel image is available", "invalid device ordinal", "driver version is insufficient")
-"""Texts of errors that a new process meets again: the card or its number does not fit this build of torch."""
+_UNHARMED = (
+    *("no kernel image is available", "invalid device ordinal", "driver version is insufficient"),
+    *("invalid argument", "invalid configuration argument", "STATUS_NOT_SUPPORTED", "STATUS_INVALID_VALUE"),
+)
+"""Texts of errors after which the device still works: the card does not fit this build of torch, or a call was refused."""
 
 
 def classify(error: BaseException) -> DeviceError:
@@ -31,7 +37,7 @@ def classify(error: BaseException) -> DeviceError:
         return "out_of_memory"
     if isinstance(error, DeviceLost):
         return "device_lost"
-    if any(part in text for part in _UNSUPPORTED):
+    if any(part in text for part in _UNHARMED):
         return "other"
     if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and any(part in text for part in _LOST)):
         return "device_lost"

@@ -1,6 +1,8 @@
-"""Claims of a worker whose GPU failed. They are handed back; what bounds the repetition is the run's event log."""
+"""Claims of a worker whose GPU failed are handed back. A run fails after five such losses without progress, counted from its
+event log.
+"""
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select, union, update
 
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.lost_workers import describe_held_work, is_held_by
@@ -11,7 +13,7 @@ from agentrl.workflow.tables.columns import now_ms
 
 EXIT_MS = 3000
 """How long a process may take to end. Until then its claims stay leased: while its connection to the broker is open, the broker
-could give it the message that sends them again, and that message would be lost with it."""
+could deliver the retry message to the dying process."""
 MAX_DEVICE_LOSSES = 5
 """A run fails once its workers have lost their devices this often since a group or an iteration of it ended."""
 
@@ -24,7 +26,8 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 
     A device that fails again and again without any progress of a run fails that run: else it would go on for ever.
     """
-    for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
+    holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
+    for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():
         held = describe_held_work(tx, run, worker, role)
         log(tx, run, "device_lost", worker, f"the worker {role} ended because its device failed ({reason}); it held {held}")
         if _count_losses(tx, run) >= MAX_DEVICE_LOSSES:
@@ -35,9 +38,11 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 
 
 def _count_losses(tx: Connection, run: int) -> int:
-    """Return how many devices the run has lost since a group or an iteration of it ended."""
+    """Return how many devices the run has lost since a group or an iteration of it ended, and since it was resumed."""
     events, count = schema.events.c, select(func.count()).select_from(schema.events)
     count = count.where(events.run_id == run, events.kind == "device_lost")
+    resumed = select(func.max(events.id)).where(events.run_id == run, events.kind == "resumed").scalar_subquery()
+    count = count.where(events.id > func.coalesce(resumed, 0))
     for table in (schema.groups, schema.iterations):
         ended = select(func.max(table.c.finished_at)).where(table.c.run_id == run).scalar_subquery()
         count = count.where(events.created_at >= func.coalesce(ended, events.created_at))

@@ -36,7 +36,7 @@ class UpdateRecord:
         skipped: why no step was taken; empty if one was.
         bad: the skip came from a NaN or Inf, and counts towards the run's failure.
         seconds: the update's duration.
-        costs: those of `db.UPDATE_COSTS` that are known.
+        costs: values for the known names in `schema.UPDATE_COSTS`.
     """
 
     metrics: Sequence[Mapping[str, float]]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError, Stopped
-from agentrl.workflow.models.device_errors import translate_device_lost
 from agentrl.workflow.models.logprobs import keeps_apart, line_logprobs, token_logprobs
 from agentrl.workflow.models.parameters import Parameters, count_parameters
 from agentrl.workflow.models.policy import Policy, open_with_weights
@@ -250,7 +249,7 @@ def train(
     metrics: Metrics = {}
     progress.begins(count_parameters(module), recipe.steps, done)
     module.train()
-    with catch_interrupt() as stop, translate_device_lost():
+    with catch_interrupt() as stop:
         for step, numbers in islice(enumerate(order), done, recipe.steps):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.models.device_errors import translate_device_lost
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.lookup import refuse_existing
@@ -74,6 +75,7 @@ class Pair:
         return (*self.chosen, *self.rejected)
 
 
+@translate_device_lost()
 def dpo(
     pairs: Sequence[tuple[Episode, Episode]],
     start: Start,

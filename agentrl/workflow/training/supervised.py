@@ -20,6 +20,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import DatasetError, StateError
+from agentrl.workflow.models.device_errors import translate_device_lost
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.lookup import TINY, refuse_existing
 from agentrl.workflow.models.policy import Policy
@@ -72,6 +73,7 @@ def default_recipe(model: str, full: bool) -> Recipe:
     return Recipe(steps=200, batch_size=16, learning_rate=2e-5 if full else 2e-4)
 
 
+@translate_device_lost()
 def sft(
     dataset: Dataset | Sequence[Demonstration],
     model: str,
@@ -140,6 +142,7 @@ def sft(
         return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source)
 
 
+@translate_device_lost()
 def sft_on_episodes(
     episodes: Sequence[Episode],
     start: Start,

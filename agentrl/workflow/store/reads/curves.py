@@ -60,7 +60,7 @@ COLUMNS: Mapping[str, str] = {
     "rollout_seconds": "seconds until its last episode was over",
     "update_seconds": "seconds that its update took",
     "peak_memory_bytes": "most memory of the GPU that its update held at once",
-    "tflops": "10**12 floating-point operations a second that its update computed",
+    "tflops": "10**12 operations that the model needs, per second of the update",
     "mfu": "share of the GPU's peak rate that its update computed at",
 }
 """Column of a curve -> its meaning, in their order."""
