@@ -25,7 +25,7 @@ class _LinkFinder(MetaPathFinder, Loader):
             return None
         if fullname == root:
             return _foreign_spec(root)  # None: Python finds the link, and the package's `__init__.py` calls `alias`
-        ours = sys.modules[root].__name__ == f"agentrl.{root}"
+        ours = getattr(sys.modules.get(root), "__name__", "") == f"agentrl.{root}"
         return ModuleSpec(fullname, self) if ours and find_spec(f"agentrl.{fullname}") else None
 
     def exec_module(self, module: ModuleType) -> None:

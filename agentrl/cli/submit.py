@@ -228,7 +228,7 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
         yield str(parameters)
     memory = [estimate_memory(config, files, rank, settings().slots, on_gpu) for on_gpu in (True, False)]
     if config.update.trainer == "agentrl" and None not in memory:
-        yield f"memory on a GPU: {memory[0]}, and about half a GiB for CUDA"
+        yield f"memory on a GPU: {memory[0]}; CUDA itself takes about 0.5 GiB more"
         yield f"memory on a CPU: {memory[1]}"
 
 

@@ -38,7 +38,7 @@ class AgentRLError(Exception):
 
 
 def join_faults(*faults: AgentRLError) -> AgentRLError:
-    """Return one error that tells several faults of a request, each with its hint; it has the class of the first."""
+    """Combine several errors of a request, each with its hint, into one of the class of the first."""
     first, *more = faults
     if not more:
         return first

@@ -32,6 +32,12 @@ def install_command(*names: str) -> str:
         target = f"{ROOT}[{','.join(names)}]"
         return f"pip install -e {shlex.quote(target)}"
     requirements = [line for line in ours.get_all("Requires-Dist") or () if _belongs_to(line, names)]
+    if not requirements:  # the metadata is of another version than the code
+        return (
+            f"pip install -e {shlex.quote(str(ROOT))}"
+            if (ROOT / "pyproject.toml").is_file()
+            else f"pip install {' '.join(names)}"
+        )
     return f"pip install {' '.join(shlex.quote(line.partition(';')[0].strip()) for line in requirements)}"
 
 

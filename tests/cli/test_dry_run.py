@@ -75,8 +75,11 @@ def test_dry_run_tells_size_and_memory_before_its_checks(
     assert main(["submit", "--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", "--dry-run"]) == 0
     first, on_gpu, on_cpu, *checks = capsys.readouterr().err.splitlines()
     assert first == str(count_in_files(ModelConfig(path=str(folder), lora_r=4), folder))
-    assert re.fullmatch(r"memory on a GPU: \d+\.\d GiB \(model .* tokens\), and about half a GiB for CUDA", on_gpu)
-    assert re.fullmatch(r"memory on a CPU: \d+\.\d GiB \(model .* sampling .* for 128 x 1,024 tokens\)", on_cpu)
+    assert re.fullmatch(r"memory on a GPU: \d+\.\d GiB: model \d.* 0.5 GiB more", on_gpu)
+    assert re.fullmatch(
+        r"memory on a CPU: \d+\.\d GiB: model \d\.\d, plus the larger of sampling 128 x 1,024 tokens \d\.\d, update \d\.\d",
+        on_cpu,
+    )
     names = [re.sub(r" +\d+\.\d s$", "", line).removeprefix("checked ") for line in checks if line.startswith("checked ")]
     assert names == [
         "dataset",

@@ -56,6 +56,12 @@ BROKEN: dict[str, Callable[[Path], None]] = {
     "a negative length": lambda folder: write(folder, entry([-1], 0, 4), bytes(4)),
     "a length that is no integer": lambda folder: write(folder, entry([1.0], 0, 4), bytes(4)),
     "a shape that does not fit its bytes": lambda folder: write(folder, entry([2], 0, 4), bytes(4)),
+    "a length of thousands of digits": lambda folder: write(folder, entry([0, 10**4000], 0, 0)),
+    "more dimensions than any weight has": lambda folder: write(folder, entry([1] * 1000, 0, 4), bytes(4)),
+    "a folder in place of a file": lambda folder: (folder / "x.safetensors").mkdir(),
+    "a name too long for a file": lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "x" * 300}})
+    ),
     "bytes beyond the file": lambda folder: write(folder, entry([2], 0, 8), bytes(4)),
     "bytes that end before they begin": lambda folder: write(folder, entry([0], 4, 0), bytes(4)),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),

@@ -103,6 +103,7 @@ def test_estimate_adds_the_reference_of_fully_trained_weights(tmp_path: Path) ->
 def test_estimate_is_none_for_a_config_that_does_not_say_how_it_is_built(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    for key, value in {"hidden_size": None, "num_attention_heads": 0, "num_hidden_layers": "x", "vocab_size": []}.items():
+    wrong = {"hidden_size": None, "num_attention_heads": 0, "num_hidden_layers": "x", "vocab_size": [], "head_dim": 10**400}
+    for key, value in {**wrong, "intermediate_size": -(10**9)}.items():
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         assert estimate_memory(build({}), read_model_files(folder), 8, 128, on_gpu=True) is None

@@ -78,7 +78,7 @@ def prepare(
     Args:
         db: the database to find a free name in; None if there is none yet.
         policy: the weights to start from; unset: the model that `config` names.
-        check: is entered with the name of each check, to report it.
+        check: returns a context manager for a check's name; used to report progress.
 
     Raises:
         AgentRLError: the fault in one sentence, as the class for it.
@@ -142,7 +142,7 @@ def prepare(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks; where they cannot be loaded, tell the model's fault too.
+    """Load the tasks. If that fails, also report a model that is not there.
 
     Raises:
         AgentRLError: as `load_tasks`.
@@ -330,6 +330,8 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
         engines.check_weights(backend, kind, trained)
+        if trained and kind == "full" and config.model.dtype == "float16":
+            raise trainers.full_float16_error()
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -112,9 +112,13 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     for folder in (data, socket.parent):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(data)]
-    command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction"]
+    # As commands, not as a snapshot: those of Redis and Valkey cannot read each other's, and either may be started next time.
+    command += ["--appendonly", "yes", "--aof-use-rdb-preamble", "no", "--save", "", "--maxmemory-policy", "noeviction"]
     with (where.stack_dir / "redis.log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise ServiceError(f"{binary} cannot be started: {error.strerror}.", server_hint()) from error
     deadline = time.monotonic() + START_SECONDS
     while not is_answering(where):
         if process.poll() is not None or time.monotonic() > deadline:

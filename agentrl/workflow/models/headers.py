@@ -15,6 +15,7 @@ from agentrl.workflow.errors import ModelError
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself: https://huggingface.co/docs/safetensors."""
+MAX_DIMENSIONS, MAX_LENGTH = 16, 2**63
 BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -84,13 +85,13 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"The files in {str(folder)!r} make no model: config.json cannot be read.", _COPY) from error
     if not isinstance(config, dict):
-        raise ModelError(f"The files in {str(folder)!r} make no model: config.json holds no object.", _COPY)
+        raise ModelError(f"The files in {str(folder)!r} make no model: config.json is not a JSON object.", _COPY)
     return config
 
 
 def _check_index(folder: Path) -> None:
     """Refuse a folder that lacks a file which its index names."""
-    index = folder / "model.safetensors.index.json"
+    index, present = folder / "model.safetensors.index.json", {file.name for file in folder.glob("*.safetensors")}
     if not index.is_file():
         return
     try:
@@ -98,13 +99,15 @@ def _check_index(folder: Path) -> None:
             files = {str(name) for name in json.loads(stream.read(MAX_HEADER_BYTES))["weight_map"].values()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"The files in {str(folder)!r} make no model: {index.name} cannot be read.", _COPY) from error
-    missing = sorted(name for name in files if not (folder / Path(name).name).is_file())
+    missing = sorted(name for name in files if name not in present)
     if missing:
         raise ModelError(f"The folder {str(folder)!r} lacks {missing[0]!r:.200}, which its index names.", _COPY)
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     """Parse one file's header: 8 bytes with its length, then JSON with each weight's type, shape and place."""
+    if not file.is_file():
+        raise ValueError("it is not a regular file")
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -130,8 +133,9 @@ def checked_shape(entry: Any, data_bytes: int) -> tuple[int, ...]:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if dtype in BITS:
             pass
         case _:
-            raise ValueError("its header describes no weight")
-    if not all(type(length) is int and length >= 0 for length in shape) or not 0 <= start <= end <= data_bytes:
+            raise ValueError("its header has an invalid entry")
+    sizes = len(shape) <= MAX_DIMENSIONS and all(type(length) is int and 0 <= length < MAX_LENGTH for length in shape)
+    if not sizes or not 0 <= start <= end <= data_bytes:
         raise ValueError("its header does not fit the file")
     if prod(shape) * BITS[dtype] != (end - start) * 8:
         raise ValueError("a shape in its header does not fit the file")

@@ -216,6 +216,8 @@ def _download(name: str, code: bool) -> Path:
 def find_model_files(name: str, dataset: str) -> ModelFiles | None:
     """Read what a model's files say of it, on this machine or, without downloading weights, on the hub.
 
+    Returns None if neither can say: the hub does not know the model, or does not answer.
+
     Args:
         name: a model's name or folder; `dataset` decides which model `tiny` is.
 

@@ -23,6 +23,9 @@ COPY_LIMIT = 250_000_000
 """Below this many parameters the sampler of a fully trained model has its weights twice: as modules, and packed for its forward
 pass. Beside the trained copy, its gradient and two moments, that is a sixth copy."""
 
+MAX_BYTES = 2**60
+"""No estimate is larger."""
+
 Parts = Mapping[str, int]
 """Bytes, by what takes them."""
 
@@ -35,7 +38,7 @@ class Shape:
         config: the object in the model's `config.json`, of the text model where it is one of several.
         weights: shapes of all weights.
         rank: of the LoRA adapters; 0 trains all weights.
-        element: bytes of a number that the model computes with: 4 on a CPU, 2 with LoRA on a GPU.
+        element: bytes per number in the model's computation: 4 on a CPU, 2 with LoRA on a GPU, 8 with `numerics: exact`.
         bits: of a stored weight of the projections, where they are quantised; 0: as the model computes.
         targets: layers that have an adapter.
     """
@@ -139,7 +142,7 @@ class Shape:
 
 
 def always(shape: Shape) -> Parts:
-    """As long as the model is loaded."""
+    """Return the bytes held while the model is loaded."""
     if not shape.rank:
         packed = shape.all < COPY_LIMIT
         return {"trained weights in float32": FLOAT * shape.all, "the sampler's": (1 + packed) * shape.element * shape.all}
@@ -164,7 +167,7 @@ def _projections(shape: Shape) -> Parts:
 
 
 def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
-    """While so many rows are sampled, up to so many tokens each."""
+    """Return the bytes needed to sample `rows` rows of up to `tokens` tokens."""
     length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
     return {
         f"keys and values of {rows} x {length} tokens": 2 * shape.layers * shape.keys * rows * length * shape.element,
@@ -173,7 +176,7 @@ def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
 
 
 def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
-    """During an update in microbatches of so many tokens."""
+    """Return the bytes needed for an update in microbatches of `tokens` tokens."""
     trained = shape.lora if shape.rank else shape.all
     return {
         "gradients": FLOAT * trained,
@@ -200,13 +203,13 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Bytes at the most."""
+        """Peak bytes."""
         return self.always + max(self.sampling, self.update)
 
     def __str__(self) -> str:
         model, sampling, update = (f"{size / 2**30:.1f}" for size in (self.always, self.sampling, self.update))
-        stages = f"model {model}; and update {update} or sampling {sampling} for {self.rows} x {self.tokens:,} tokens"
-        return f"{self.peak / 2**30:.1f} GiB ({stages})"
+        stages = f"sampling {self.rows} x {self.tokens:,} tokens {sampling}, update {update}"
+        return f"{self.peak / 2**30:.1f} GiB: model {model}, plus the larger of {stages}"
 
 
 def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int, on_gpu: bool) -> MemoryEstimate | None:
@@ -234,6 +237,8 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
         return None
     reference = FLOAT * shape.all if config.algorithm.kl_coef and not rank else 0
     model_bytes, sampling, updating = (sum(parts.values()) for parts in stages)
+    if not all(0 <= size < MAX_BYTES for size in (model_bytes, sampling, updating)):  # the config is not of a real model
+        return None
     return MemoryEstimate(model_bytes + reference, sampling, updating, rows, tokens)
 
 

@@ -47,7 +47,7 @@ def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
 
 
 def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Parameters | None:
-    """Count the parameters; None for a base that is stored quantised, whose shapes are of packed numbers.
+    """Count the parameters; None without any, and for a base that is stored quantised, whose shapes are of packed numbers.
 
     Args:
         rank: of LoRA; 0 trains all weights.
@@ -59,6 +59,8 @@ def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Pa
     if files.config.get("tie_word_embeddings") is True and any(name.endswith("embed_tokens.weight") for name in shapes):
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     whole = sum(map(prod, shapes.values()))
+    if not whole:
+        return None
     if not rank:
         return Parameters(whole, whole)
     ends = tuple(f".{target}.weight" for target in targets)

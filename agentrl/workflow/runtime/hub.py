@@ -21,15 +21,19 @@ _silent_since = -AWAY_SECONDS
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
     """Return whether the hub knows a model or dataset of that name; `away` if it does not answer."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     api = HfApi()
 
-    def ask() -> Literal["known", "unknown"]:
+    def ask() -> Literal["known", "unknown", "away"]:
         try:
             (api.model_info if kind == "model" else api.dataset_info)(name, timeout=ANSWER_SECONDS)
         except (RepositoryNotFoundError, HFValidationError):
             return "unknown"
+        except HfHubHTTPError as error:
+            if error.response is None:
+                raise
+            return "away"  # it answers, but not this question: the next one is asked
         return "known"
 
     global _silent_since
