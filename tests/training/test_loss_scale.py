@@ -14,7 +14,7 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training import loss_scale
 from agentrl.workflow.training.batch import rows_of
-from agentrl.workflow.training.loss_scale import GROWTH_STEPS, INITIAL, LossScale
+from agentrl.workflow.training.loss_scale import GROWTH_STEPS, INITIAL_FACTOR, LossScale
 from agentrl.workflow.training.offline_checkpoint import Resumable, read_progress
 from agentrl.workflow.training.offline_training import Recipe, make_learner, train
 from agentrl.workflow.training.supervised import likelihood_objective
@@ -79,8 +79,12 @@ def test_float16_gradient_is_float32_s_and_underflows_without_the_scale(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, found = groups_of(), dict[str, Tensor]()
-    for name, dtype, initial in (("float32", "float32", 1.0), ("scaled", "float16", INITIAL), ("unscaled", "float16", 1.0)):
-        monkeypatch.setattr(loss_scale, "INITIAL", initial)
+    for name, dtype, initial in (
+        ("float32", "float32", 1.0),
+        ("scaled", "float16", INITIAL_FACTOR),
+        ("unscaled", "float16", 1.0),
+    ):
+        monkeypatch.setattr(loss_scale, "INITIAL_FACTOR", initial)
         trainer = made(folder, dtype, update__max_grad_norm=1e9)
         assert trainer.update(groups, 0).skipped is None
         found[name] = gradient(trainer, tmp_path / name)
@@ -94,14 +98,14 @@ def test_gradient_that_overflows_is_computed_again_with_half_the_factor(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, found = groups_of(), list[Tensor]()
-    for initial in (2.0**40, INITIAL):
-        monkeypatch.setattr(loss_scale, "INITIAL", initial)
+    for initial in (2.0**40, INITIAL_FACTOR):
+        monkeypatch.setattr(loss_scale, "INITIAL_FACTOR", initial)
         trainer = made(folder, "float16")
         update = trainer.update(groups, 0)
         assert update.skipped is None
         assert update.metrics["grad_norm"] > 0
         found.append(gradient(trainer, tmp_path / str(initial)))
-        if initial > INITIAL:
+        if initial > INITIAL_FACTOR:
             assert 1 < trainer._loss_scale.factor < 2.0**36
     assert nn.functional.cosine_similarity(*found, 0) > 0.999
 
@@ -140,18 +144,18 @@ def test_float32_has_no_scale(folder: Path, tmp_path: Path) -> None:
 def test_factor_halves_at_overflow_and_doubles_after_good_steps() -> None:
     scale = half(frozen_half())
     assert scale.must_repeat(1.0, float("inf"))
-    assert scale.factor == INITIAL / 2
+    assert scale.factor == INITIAL_FACTOR / 2
     for step in range(GROWTH_STEPS):
-        assert scale.factor == INITIAL / 2, step
+        assert scale.factor == INITIAL_FACTOR / 2, step
         assert not scale.must_repeat(1.0, 1.0)
-    assert scale.factor == INITIAL
+    assert scale.factor == INITIAL_FACTOR
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_factor_mends_no_loss_that_is_not_finite(loss: float) -> None:
     scale = half(frozen_half())
     assert not scale.must_repeat(loss, float("nan"))
-    assert scale.factor == INITIAL
+    assert scale.factor == INITIAL_FACTOR
 
 
 def test_overflow_without_a_factor_is_no_reason_to_repeat() -> None:
@@ -173,7 +177,7 @@ def test_interrupted_offline_training_in_float16_goes_on_with_its_scale(folder: 
         train(make_learner(policy).module, examples, Recipe(4, 4, 1e-3), likelihood_objective(), kept=kept)
         found.append({name: parameter.detach().clone() for name, parameter in policy.trainable().items()})
     state = json.loads((tmp_path / "last" / sealed_folder.STATE).read_text())
-    assert state["loss_scale"] == [INITIAL, 2]
+    assert state["loss_scale"] == [INITIAL_FACTOR, 2]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 

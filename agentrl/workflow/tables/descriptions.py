@@ -70,7 +70,7 @@ COLUMNS: Mapping[str, str] = {
     "generate_seconds": "seconds spent on sampling",
     "mfu": "share of the GPU's peak rate that the update computed at",
     "peak_memory_bytes": "most memory of the GPU that the update held at once",
-    "tflops": "10**12 floating-point operations a second in the update",
+    "tflops": "10**12 operations of the model per second of update",
     "grad_norm": "norm of the gradient before clipping",
     "group_id": "the group: v_groups.id",
     "groups": "number of groups",

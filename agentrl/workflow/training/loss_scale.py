@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.trainers import full_float16_error
 
-INITIAL = 2.0**16
-LARGEST = 2.0**24
+INITIAL_FACTOR = 2.0**16
+MAX_FACTOR = 2.0**24
 GROWTH_STEPS = 200
 """The factor is doubled after this many steps without an overflow."""
 
@@ -28,10 +28,9 @@ class LossScale:
     def __init__(self, module: nn.Module) -> None:
         parameters = list(module.parameters())
         if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
-            said = "float16 has too few bits to train all weights in it."
-            raise ConfigError(said, "Set model.dtype=float32, or train LoRA: model.lora_r=8.")
+            raise full_float16_error()
         self.is_used = any(parameter.dtype == torch.float16 for parameter in parameters)
-        self.factor = INITIAL if self.is_used else 1.0
+        self.factor = INITIAL_FACTOR if self.is_used else 1.0
         self.good_steps = 0
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -47,7 +46,7 @@ class LossScale:
             return False
         if math.isfinite(norm):
             self.good_steps += 1
-            if self.good_steps >= GROWTH_STEPS and self.factor < LARGEST:
+            if self.good_steps >= GROWTH_STEPS and self.factor < MAX_FACTOR:
                 self.factor, self.good_steps = 2 * self.factor, 0
             return False
         if not math.isfinite(loss) or self.factor == 1:  # no factor mends that
@@ -62,4 +61,5 @@ class LossScale:
 
     @state.setter
     def state(self, state: tuple[float, int]) -> None:
-        self.factor, self.good_steps = float(state[0]), int(state[1])
+        factor, good_steps = state  # from a file: a TypeError or ValueError where it is not as it was written
+        self.factor, self.good_steps = float(factor), int(good_steps)

@@ -94,7 +94,10 @@ class Resumable:
         set_optimizer_state(optimizer, parameters, state)
         scale = _read_state(self._folder).get("loss_scale")
         if loss_scale.is_used and scale is not None:
-            loss_scale.state = scale
+            try:
+                loss_scale.state = scale
+            except (TypeError, ValueError) as error:
+                raise _unusable(self._folder) from error
         return read_progress(self._folder)[1]
 
     def save_if_due(

@@ -63,7 +63,7 @@ class TrlTrainer(Trainer):
         check_trl(config)
         super().__init__(policy, config, iterations)
         if self._loss_scale.is_used:
-            raise ConfigError("The trainer trl does not scale the loss as float16 needs it.", "Set model.dtype=float32.")
+            raise ConfigError("The trainer trl does not support float16 (it has no loss scaling).", "Set model.dtype=float32.")
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:

@@ -41,11 +41,14 @@ class UpdateCost:
         self._trained = sum(_size(layer) for layer in layers if layer.weight.requires_grad)
         self._frozen = sum(_size(layer) for layer in layers) - self._trained
         self._head, self._head_trains = _size(head), head.weight.requires_grad
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self._attention = config.num_hidden_layers * width
-        # Experts are three-dimensional weights of which a token uses a few: their operations are not known here.
-        self._is_known = all(parameter.ndim < 3 for parameter in module.parameters())
+        heads, width = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+        if type(heads) is int and heads > 0:
+            width = heads * (width if type(width) is int else config.hidden_size // heads)
+            self._attention = config.num_hidden_layers * width
+        else:
+            self._attention = 0
+        # Not known: experts, three-dimensional weights of which a token uses a few, and models without such attention.
+        self._is_known = self._attention > 0 and all(parameter.ndim < 3 for parameter in module.parameters())
         self._dtype = head.weight.dtype
 
     def begin(self) -> None:
