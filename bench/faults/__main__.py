@@ -75,7 +75,7 @@ def main() -> int:
 
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
-    parser.add_argument("--sample", action="store_true", help="one hit of each point")
+    parser.add_argument("--sample", action="store_true", help="at most one hit per point and action, instead of every hit")
     parser.add_argument("--world", action="append", choices=WORLDS, help="only this; may be repeated")
     parser.add_argument("--action", action="append", choices=ACTIONS, help="only this; may be repeated")
     parser.add_argument("--point", action="append", help="only this; may be repeated")

@@ -66,7 +66,7 @@ def main() -> int:
     names = list(_select_parts(args.names))
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    path = [str(site) for site in wheels.unpack_all(Path(args.carried))]
+    path = [str(site) for site in wheels.unpack_all(Path(args.files))]
     facts = _ask_machine(path)
     part.write_json(folder / "machine.json", facts)
     print("\n".join(machine.lines(facts)), flush=True)
@@ -87,7 +87,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="+", metavar="CALL|PART")
     parser.add_argument("--out", default="build/gpu", help="folder for PART.json and summary.md")
-    parser.add_argument("--carried", default="build", help="folder with gpu-1, gpu-2 and gpu-3 of `make gpu-wheels`")
+    parser.add_argument("--files", default="build", help="folder with gpu-1, gpu-2 and gpu-3 of `make gpu-wheels`")
     parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="time for all parts together")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -128,12 +128,13 @@ def _run(name: str, args: argparse.Namespace, facts: dict[str, Any], path: Seque
     file.unlink(missing_ok=True)  # of an earlier call
     missing = [package for package in PARTS[name].needs if not facts["versions"][package]["here"]]
     if missing:
-        return _leave_out(file, name, f"this Python has no {', '.join(missing)}: carry the folders of `make gpu-wheels`")
+        advice = "Copy the folders that `make gpu-wheels` made to this machine."
+        return _leave_out(file, name, f"missing packages: {', '.join(missing)}. {advice}")
     seconds = max(left - reserved, min(left, PARTS[name].seconds))
     if seconds <= 0:
         return _leave_out(file, name, f"no time was left of {args.seconds:g} s")
     command = [sys.executable, "-m", "bench.gpu", name, "--inside"]
-    command += ["--out", args.out, "--carried", args.carried, "--seconds", str(seconds)]
+    command += ["--out", args.out, "--files", args.files, "--seconds", str(seconds)]
     # On few cores that other programs use too, threads that wait for each other take longer than one.
     threads = {"OMP_NUM_THREADS": "1", "AGENTRL_THREADS": "1"} if facts["device"] == "cpu" else {}
     process = subprocess.Popen(command, env=_environment(path) | threads, start_new_session=True)
@@ -160,7 +161,7 @@ def _leave_out(file: Path, name: str, reason: str) -> bool:
 
 def _measure(name: str, args: argparse.Namespace) -> int:
     facts = json.loads((Path(args.out) / "machine.json").read_text())
-    results = part.Part(name, Path(args.out), facts, args.seconds, Path(args.carried))
+    results = part.Part(name, Path(args.out), facts, args.seconds, Path(args.files))
     import_module(f"bench.gpu.{PARTS[name].module}").measure(results)
     results.end()
     return int(results.failed)

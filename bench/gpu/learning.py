@@ -1,7 +1,8 @@
 """Runs that learn, through the stack's jobs, queues and database: workers as threads of this process, a broker in memory.
 
-`learn_tiny` is quickstart's model on arithmetic. `learn_smollm` is the model file that was carried, on sums whose answer is to
-be a number alone. Each iteration is a row as soon as it is committed. When the time is over, the run is paused as by Ctrl-C.
+`learn_tiny` is quickstart's model on arithmetic. `learn_smollm` is the model file given to `make gpu-wheels`, on sums whose
+answer is to be a number alone. Each iteration is a row as soon as it is committed. When the time is over, the run is paused
+as by Ctrl-C.
 """
 
 import os
@@ -56,7 +57,7 @@ def measure(part: Part) -> None:
     with tempfile.TemporaryDirectory(prefix="learn-") as folder:
         if part.name == "learn_smollm":
             model: dict[str, Path] = {}
-            row = part.attempt("model", lambda: _carried_model(part, model))
+            row = part.attempt("model", lambda: _convert_model(part, model))
             if row is not None:
                 part.attempt("run", lambda: _learn(part, model["folder"], Path(folder), _sums(), SMOLLM if part.gpu else SMALL))
         elif part.gpu:
@@ -89,10 +90,10 @@ def _warm_up(folder: Path) -> Row:
     return {"steps": WARM_UP_STEPS, "seconds": time.perf_counter() - began}
 
 
-def _carried_model(part: Part, model: dict[str, Path]) -> Row:
-    """Convert the carried model file, unless an earlier call did."""
+def _convert_model(part: Part, model: dict[str, Path]) -> Row:
+    """Convert the model file of `gpu-2` and `gpu-3`, unless an earlier call did."""
     began = time.perf_counter()
-    file = model_file.join(part.carried, part.carried / "gpu-models")
+    file = model_file.join(part.files, part.files / "gpu-models")
     model["folder"] = file.with_suffix("")
     converted = not (model["folder"] / "config.json").exists()
     if converted:

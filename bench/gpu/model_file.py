@@ -1,4 +1,4 @@
-"""A GGUF model file, cut into two pieces to be carried, joined again, and converted to a folder that transformers loads."""
+"""A GGUF model file, cut into two pieces for copying, joined again, and converted to a folder that transformers loads."""
 
 import hashlib
 import json
@@ -23,24 +23,24 @@ def split(file: Path, folders: Sequence[Path], sizes: Sequence[int]) -> None:
             (folder / RECORD).write_text(json.dumps(record))
 
 
-def join(carried: Path, target: Path) -> Path:
-    """Join the pieces in the folders below `carried` into `target`; return the file, whose sha256 is that of the original.
+def join(files: Path, target: Path) -> Path:
+    """Join the pieces in the folders below `files` into `target`; return the file, whose sha256 is that of the original.
 
     Raises:
         ValueError: a piece is missing, or is not as it was.
     """
-    records = sorted(carried.glob(f"gpu-[0-9]/{RECORD}"))
+    records = sorted(files.glob(f"gpu-[0-9]/{RECORD}"))
     if not records:
-        raise ValueError(f"No piece of a model file in {carried}/gpu-N: make gpu-wheels gguf=FILE, then carry gpu-2 and gpu-3.")
+        raise ValueError(f"No piece of a model file in {files}/gpu-N: make gpu-wheels gguf=FILE, then copy gpu-2 and gpu-3.")
     record = json.loads(records[-1].read_text())
     target.mkdir(parents=True, exist_ok=True)
     file = target / f"{record['name']}.gguf"
     with file.open("wb") as out:
         for number in range(record["pieces"]):
-            piece = next(carried.glob(f"gpu-[0-9]/{PIECE}{number}"), None)
+            piece = next(files.glob(f"gpu-[0-9]/{PIECE}{number}"), None)
             if piece is None:
                 raise ValueError(
-                    f"Piece {number + 1} of {record['pieces']} of {record['name']} is missing: carry gpu-{number + 2}."
+                    f"Piece {number + 1} of {record['pieces']} of {record['name']} is missing: copy gpu-{number + 2}."
                 )
             out.write(piece.read_bytes())
     if (found := _sha256(file)) != record["sha256"]:

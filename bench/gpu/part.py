@@ -22,17 +22,17 @@ class Part:
         folder: where the file is written.
         machine: the result of `machine.facts`.
         seconds: how long the part may take.
-        carried: the folder with the files that were brought along: `gpu-1`, `gpu-2`, `gpu-3`.
+        files: the folder with `gpu-1`, `gpu-2` and `gpu-3`, which `make gpu-wheels` made.
 
     Attributes:
         gpu: True if the machine has a GPU.
     """
 
-    def __init__(self, name: str, folder: Path, machine: Mapping[str, Any], seconds: float, carried: Path) -> None:
+    def __init__(self, name: str, folder: Path, machine: Mapping[str, Any], seconds: float, files: Path) -> None:
         self.name = name
         self.folder = folder
         self.machine = machine
-        self.carried = carried
+        self.files = files
         self.gpu = machine["device"] == "cuda"
         self._deadline = time.monotonic() + seconds
         self._results: dict[str, Any] = {"part": name, "machine": dict(machine), "rows": [], "missing": [], "ended": "no"}

@@ -21,7 +21,7 @@ from bench.gpu import model_file
 from bench.gpu.machine import pinned
 
 MIB = 2**20
-CARRIED = "build"
+FOLDER = "build"
 
 MACHINE = frozenset({"torch", "transformers", "peft", "accelerate", "safetensors", "tokenizers", "huggingface-hub", "numpy"})
 """Packages that the machine has in versions that fit each other; those that only they require come with them."""
@@ -37,16 +37,16 @@ GLIBC = (28, 27, 24, 17, 12, 5)
 
 
 def main() -> None:
-    """Parse the arguments, fill the folders, and print what to carry and to type for each call."""
+    """Parse the arguments, fill the folders, and print what to copy and what to run for each call."""
     parser = argparse.ArgumentParser("python -m bench.gpu.prepare")
     parser.add_argument("--target", default="3.12", help="version of the machine's Python")
     parser.add_argument("--limit", type=float, default=64, help="MiB of a call: its folder and the tracked files")
     parser.add_argument("--gguf", type=Path, help="model file that call 3 trains")
     args = parser.parse_args()
-    prepare(Path(CARRIED), args.target, int(args.limit * MIB), args.gguf)
+    prepare(Path(FOLDER), args.target, int(args.limit * MIB), args.gguf)
 
 
-def prepare(carried: Path, python: str, limit: int, gguf: Path | None) -> None:
+def prepare(files: Path, python: str, limit: int, gguf: Path | None) -> None:
     """Fill `gpu-1`, `gpu-2` and `gpu-3` below the folder.
 
     Raises:
@@ -54,7 +54,7 @@ def prepare(carried: Path, python: str, limit: int, gguf: Path | None) -> None:
     """
     if gguf is not None and not gguf.is_file():
         raise SystemExit(f"There is no file {gguf}. Name a GGUF file: make gpu-wheels gguf=FILE.")
-    folders = [carried / f"gpu-{call}" for call in (1, 2, 3)]
+    folders = [files / f"gpu-{call}" for call in (1, 2, 3)]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -66,11 +66,13 @@ def prepare(carried: Path, python: str, limit: int, gguf: Path | None) -> None:
         half = (gguf.stat().st_size - _size(folders[1])) // 2  # so that both folders have the same size
         if half + _size(folders[1]) > room:
             fits = (2 * room - _size(folders[1])) / MIB
-            raise SystemExit(f"{gguf} has {gguf.stat().st_size / MIB:.0f} MiB, two calls carry {fits:.0f}: take a smaller one.")
+            size = f"{gguf} has {gguf.stat().st_size / MIB:.0f} MiB"
+            raise SystemExit(f"{size}; at most {fits:.0f} MiB fit into gpu-2 and gpu-3: use a smaller file.")
         model_file.split(gguf, folders[1:], [half])
     print(f"For Python {python} on x86-64 Linux; the tracked files take {_tracked_bytes() / MIB:.1f} MiB of each call.")
     for call, folder in enumerate(folders, start=1):
-        print(f"Call {call}: carry {folder} ({_size(folder) / MIB:.1f} MiB), run: python3 -m bench.gpu {call} --out OUT")
+        command = f"python{python} -m bench.gpu {call} --out OUT"
+        print(f"Call {call}: copy {folder} ({_size(folder) / MIB:.1f} MiB), run: {command}")
     print(f"Left out: {', '.join(left_out)}." if left_out else "Nothing is left out.")
     if gguf is None:
         print("No model file: call 3 trains quickstart's model alone. Add one: make gpu-wheels gguf=FILE.")
@@ -83,7 +85,7 @@ def stack_requirements() -> list[str]:
 
 
 def resolve(requirements: Sequence[str], python: str) -> list[str]:
-    """Return the names of the packages to carry, the required ones before what they require.
+    """Return the names of the packages to download, each before those that it requires.
 
     Args:
         requirements: as in pyproject.toml; their markers are evaluated for x86-64 Linux.

@@ -20,7 +20,7 @@ def shape_folder(name: str, part: Part) -> Path:
     Raises:
         RuntimeError, TimeoutExpired: it cannot be made, or not in the time that is left.
     """
-    folder = part.carried / "gpu-models" / name
+    folder = part.files / "gpu-models" / name
     if not (folder / "config.json").exists():
         run(Side("bench.gpu.shapes", "prepare", {"name": name, "folder": str(folder)}), timeout=max(1.0, part.left))
     return folder

@@ -1,4 +1,4 @@
-"""Unpack the wheels that were carried to a machine without a network, if it lacks them."""
+"""Unpack the wheels that were copied to a machine without a network, if it lacks them."""
 
 import stat
 import zipfile
@@ -11,9 +11,9 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.machine import installed
 
 
-def unpack_all(carried: Path) -> Iterator[Path]:
-    """Unpack the wheels of each carried folder; return the folders to put on the module path."""
-    for folder in sorted(carried.glob("gpu-[0-9]")):
+def unpack_all(files: Path) -> Iterator[Path]:
+    """Unpack the wheels of each `gpu-N` folder; return the folders to put on the module path."""
+    for folder in sorted(files.glob("gpu-[0-9]")):
         if site := unpack(folder):
             yield site
 

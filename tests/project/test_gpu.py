@@ -27,7 +27,7 @@ LAYERS, WIDTH, INNER, HEADS = 2, 64, 128, 4
 
 def run_check(folder: Path, *words: str) -> tuple[int, str]:
     """Return the exit code and what was printed, in an environment with neither our scripts nor a home."""
-    command = [sys.executable, "-m", "bench.gpu", *words, "--out", str(folder / "out"), "--carried", str(folder)]
+    command = [sys.executable, "-m", "bench.gpu", *words, "--out", str(folder / "out"), "--files", str(folder)]
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=560)
     return done.returncode, done.stdout + done.stderr
@@ -121,7 +121,7 @@ def test_gpu_check_refuses_an_unknown_part(tmp_path: Path) -> None:
 
 
 def arguments(folder: Path) -> argparse.Namespace:
-    return argparse.Namespace(out=str(folder), carried=str(folder / "nothing"), seconds=480.0)
+    return argparse.Namespace(out=str(folder), files=str(folder / "nothing"), seconds=480.0)
 
 
 def facts(**versions: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_gpu_check_kills_a_part_after_its_time(
 
 def test_gpu_check_names_the_packages_that_a_part_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not program._run("learn_smollm", arguments(tmp_path), facts(celery="", gguf=""), [], 480.0, 0.0)
-    assert "learn_smollm: not complete: this Python has no celery, gguf: carry" in capsys.readouterr().out
+    assert "learn_smollm: not complete: missing packages: celery, gguf. Copy the folders" in capsys.readouterr().out
 
 
 def test_every_needed_package_has_a_version_among_the_facts() -> None:
@@ -223,7 +223,7 @@ def test_model_file_is_joined_only_if_it_is_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="make the pieces again"):
         model_file.join(tmp_path, tmp_path / "joined")
     piece.unlink()
-    with pytest.raises(ValueError, match=r"Piece 2 of 2 of model is missing: carry gpu-3\."):
+    with pytest.raises(ValueError, match=r"Piece 2 of 2 of model is missing: copy gpu-3\."):
         model_file.join(tmp_path, tmp_path / "joined")
     with pytest.raises(ValueError, match="make gpu-wheels gguf=FILE"):
         model_file.join(tmp_path / "nothing", tmp_path / "joined")
