@@ -1,11 +1,11 @@
-# `make quickstart` shows what this is; `make lint test test-slow` is what CI runs. Every target makes the environment first.
+# `make quickstart` shows what this is; `make lint test test-slow` is what CI runs. Most targets make the environment first.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # An index with other builds of torch, for example https://download.pytorch.org/whl/cpu (smaller) or .../whl/cu130.
 TORCH_INDEX ?=
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 BIN := .venv/bin
-# Three workers for two cores: a third of the time a test waits for a process, a lease or a server.
+# Three workers, because tests spend a third of their time waiting for processes, leases and servers.
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The published gsm8k files, where they lie beside the checkout.
@@ -45,7 +45,7 @@ test: env
 test-explore: env
 	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
-# What takes some seconds or more: whole runs, kills in the middle, one fault at every point.
+# What takes some seconds or more: whole runs; kills, exceptions and stalls, each at most once per fault point.
 test-slow: env .venv/.litellm
 	$(PYTEST) -m slow
 

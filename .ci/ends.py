@@ -2,7 +2,7 @@
 
 Each end has an environment of its own in build/ends/, made anew, and at most 8 minutes for its tests:
 
-    lowest   the lowest version of every package that pyproject.toml names
+    lowest   the lowest version of every dependency, and of the extras s3, mcp, math and gepa
     newest   the newest versions that pip finds
     3.13     the versions of constraints.txt on Python 3.13: PYTHON313, else python3.13 on the PATH
 
@@ -35,7 +35,7 @@ CORE = (
     "tests/tools/test_tools_mcp.py",  # mcp, typer
     "tests/project/test_config.py",  # pydantic
 )
-"""Files that touch every dependency."""
+"""Files that cover the main dependencies."""
 
 
 def lowest_versions() -> list[str]:
