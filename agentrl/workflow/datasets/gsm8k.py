@@ -108,7 +108,7 @@ def _rows(split: str) -> list[Row]:
 def _download(split: str) -> list[bytes]:
     if hub.ask_hub("dataset", HUB_NAME) != "known":
         if not hub.has_fetched_dataset(HUB_NAME):
-            raise DatasetError("gsm8k cannot be loaded: the hub does not answer.", HINT)
+            raise DatasetError("gsm8k cannot be loaded from the hub, which does not answer.", HINT)
         hub.go_offline()  # then only files fetched before can be used
     try:
         from datasets import load_dataset  # slow, and needed only here
