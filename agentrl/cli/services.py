@@ -100,6 +100,7 @@ def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, 
         _renew_embedded(asked, separate, run)
     elif _start_embedded(asked, separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
+    embedded.ensure_running(settings(), separate=separate)  # once more: an idle stack may have ended while this was checked
     return []
 
 
