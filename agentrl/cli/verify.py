@@ -38,6 +38,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.imported_runs import EXACT
     from agentrl.workflow.store.reads.provenance import find_origin
+    from agentrl.workflow.store.run_format import check_format
 
     if what not in CHECK_CHOICES:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
@@ -46,6 +47,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         raise StateError(
             f"Episode {episode} was imported: it was sampled elsewhere, and cannot be repeated.", f"agentrl replay {episode}"
         )
+    check_format(origin.run, origin.format, "verify")
     asked: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
         if what == TOOLS:
@@ -268,7 +270,7 @@ def _draw_lines(report: "TokensReport") -> Iterator[Line]:
     said = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
     yield f"draws    {same + ties + mismatches} drawn again: {said}", line_style(report.draw is None)
     if (missed := report.draw) is not None:
-        yield f"  first: step {missed.step}, token {missed.token} (position {missed.position})", "red"
+        yield f"  first: step {missed.step}, token {missed.token}", "red"
         yield f"    recorded: {missed.recorded_id} {quote(missed.recorded)}", ""
         yield f"    drawn:    {missed.drawn_id} {quote(missed.drawn)}, {missed.distance:.2g} beyond", ""
 

@@ -4,6 +4,7 @@
 `package.module:name` reaches a user's own code. The file name is the registry.
 """
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -11,6 +12,7 @@ import sys
 import traceback
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -18,7 +20,6 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agentrl.old_names import spelled_before
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.settings import Settings, settings
 
@@ -115,13 +116,29 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """`source_of` as it is hashed: what is imported is hashed by its first name, so that a move is no change.
+    """What is hashed of a module's source: its statements. Comments, docstrings and layout are left out.
 
     Raises:
         OSError: its file is gone.
     """
-    source = source_of(module, anew)
-    return spelled_before(source) if sys.modules[module].__name__.startswith("agentrl.") else source
+    return _statements(source_of(module, anew))
+
+
+@lru_cache(maxsize=128)
+def _statements(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether the statement is only a text: a docstring."""
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    )
 
 
 def _own_object(kind: str, name: str) -> Any:

@@ -41,8 +41,6 @@ WHOLE = -1
 ROOT = -1
 """The parent of a step that continues no other step's tokens."""
 
-KEY_SCHEME = 2
-"""How the draws of new runs are keyed, see `SamplingKey`; a run keeps the scheme that it began with."""
 
 UNCLOSED = "<tool_call> was not closed"
 """The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
@@ -348,9 +346,8 @@ class PolicyRef:
 class SamplingKey:
     """The key of an episode's random draws; attempt, worker and batch row are not in it.
 
-    Under scheme 2 every turn has a key of its own, made of its whole prompt and of how often the episode asked it before: so
-    the order in which turns arrive changes no draw. Under scheme 1, that of older runs, all turns of an episode have one key,
-    and the position of a turn is the number of tokens sampled before it.
+    Every turn has a key of its own, made of its whole prompt and of how often the episode asked it before: so the order in
+    which turns arrive changes no draw.
 
     Args:
         seed: the run's seed.
@@ -358,7 +355,6 @@ class SamplingKey:
         iteration: index of the iteration.
         task: the task's key.
         sample: number of the episode within its group; it counts on when forks add some.
-        scheme: how its turns are keyed: 1 or 2, the run's `key_scheme`.
     """
 
     seed: int
@@ -366,43 +362,37 @@ class SamplingKey:
     iteration: int
     task: str
     sample: int
-    scheme: int = KEY_SCHEME
 
     @classmethod
-    def of(cls, episode: Episode, seed: int, kind: str, iteration: int, scheme: int = KEY_SCHEME) -> "SamplingKey":
+    def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
         """The key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
-        return cls(seed, purpose, iteration, episode.task.key, episode.sample, scheme)
+        return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
     @property
     def bits(self) -> int:
         """The episode's key as 64 bits."""
         return _bits(self._text)
 
-    def of_turn(self, prompt_ids: tuple[int, ...], asked: int, sampled: int) -> tuple[int, int]:
-        """(key of 64 bits, position of the first token) of a turn.
+    def of_turn(self, prompt_ids: tuple[int, ...], asked: int) -> int:
+        """The key of a turn, 64 bits.
 
         Args:
             prompt_ids: its whole prompt, each id below 2**31.
             asked: how often the episode sampled from this very prompt before.
-            sampled: tokens that the episode sampled before.
         """
-        if self.scheme == 1:
-            return self.bits, sampled
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
-        return _bits(f"{self._text}|{prompt}|{asked}"), 0
+        return _bits(f"{self._text}|{prompt}|{asked}")
 
-    def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
-        """The same of the turn that would be the episode's next, after its recorded steps."""
-        return self.of_turn(prompt_ids, episode.times_asked(prompt_ids), episode.sampled_count)
+    def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> int:
+        """The key of the turn that would be the episode's next, after its recorded steps."""
+        return self.of_turn(prompt_ids, episode.times_asked(prompt_ids))
 
-    def of_step(self, episode: Episode, index: int) -> tuple[int, int]:
-        """The same of a recorded step."""
+    def of_step(self, episode: Episode, index: int) -> int:
+        """The key of a recorded step."""
         ids, step = episode.tokens_of(index), episode.steps[index]
         prompt = ids[: len(ids) - len(step.sampled_ids)]
-        sampled = sum(len(earlier.sampled_ids) for earlier in episode.steps[:index])
-        asked = episode.times_asked(prompt, index) if step.draw is None else step.draw
-        return self.of_turn(prompt, asked, sampled)
+        return self.of_turn(prompt, episode.times_asked(prompt, index) if step.draw is None else step.draw)
 
     @property
     def _text(self) -> str:

@@ -111,7 +111,7 @@ def sampled(policy: Policy, weights: PolicyRef, tokens: int = SAMPLED_TOKENS) ->
     wanted = [prompt for prompt in prompts() for _ in range(GROUP_SIZE)]
     try:
         futures = [
-            engine.submit(GenerateRequest(prompt, weights, *key_of(number).of_turn(prompt, 0, 0), tokens))
+            engine.submit(GenerateRequest(prompt, weights, key_of(number).of_turn(prompt, 0), 0, tokens))
             for number, prompt in enumerate(wanted)
         ]
         found: list[Completion] = [future.result() for future in futures]

@@ -31,6 +31,7 @@ from sqlalchemy import (
     values,
 )
 
+from agentrl.workflow.store.run_format import RUN_FORMAT
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import OPEN, WHOLE
@@ -112,7 +113,7 @@ def _run(tx: Connection, name: str, kind: str, iterations: int, status: str, **m
     """The run's row, its tasks and its reward set; its id."""
     shown = {"name": name, "kind": kind, "status": status, "dataset": "synthetic", "base": "tiny", "base_hash": "b" * 64}
     moments = {"started_at": STARTED, "finished_at": None if status == "running" else FINISHED}
-    asked = {"seed": 7, "epochs": 1, "iterations": iterations, "output_dir": f"runs/{name}"}
+    asked = {"seed": 7, "format": RUN_FORMAT, "epochs": 1, "iterations": iterations, "output_dir": f"runs/{name}"}
     config = {"env": "math", "rollout": {"group_size": GROUP_SIZE}, "dataset": {"name": "synthetic", "split": "train"}}
     row = {**shown, **moments, **asked, "config": config, "manifest": {"id": f"{name:0>32}"}, **more}
     made: int = tx.execute(schema.runs.insert().values(row).returning(schema.runs.c.id)).scalar_one()

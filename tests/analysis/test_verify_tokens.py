@@ -50,7 +50,7 @@ def sampled(policy: Policy, ref: PolicyRef, count: int = 24, length: int = 40) -
     for task, sample in zip(arithmetic.load("train"), range(count), strict=False):
         prompt = policy.chat.opening(task.messages, SCHEMAS)
         key = SamplingKey(0, "train", 0, task.key, sample)
-        asked.append((task, prompt, key, engine.submit(GenerateRequest(prompt, ref, *key.of_turn(prompt, 0, 0), length))))
+        asked.append((task, prompt, key, engine.submit(GenerateRequest(prompt, ref, key.of_turn(prompt, 0), 0, length))))
     made = []
     for task, prompt, key, future in asked:
         said = future.result()
@@ -73,7 +73,7 @@ def sampled_alone(policy: Policy, count: int = 6, length: int = 24, **how: Any) 
     for task, sample in zip(arithmetic.load("train"), range(count), strict=False):
         prompt = policy.chat.opening(task.messages, SCHEMAS)
         key = SamplingKey(0, "train", 0, task.key, sample)
-        said = alone(policy, GenerateRequest(prompt, ref, *key.of_turn(prompt, 0, 0), length, **how))
+        said = alone(policy, GenerateRequest(prompt, ref, key.of_turn(prompt, 0), 0, length, **how))
         message = policy.chat.parse(said.token_ids)
         step = Step(0, task.messages, prompt, said.token_ids, said.logprobs, said.finish_reason, message, 0)
         made.append((Episode(task, key.sample, (step,)), key))
@@ -133,9 +133,9 @@ class FixedKey:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def of_step(self, episode: Episode, index: int) -> tuple[int, int]:
+    def of_step(self, episode: Episode, index: int) -> int:
         """These, from the first position on."""
-        return self.bits, 0
+        return self.bits
 
 
 def test_a_long_row_is_read_in_parts_and_gives_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,11 @@ def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
     assert draw_distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
 
 
-@pytest.mark.parametrize("scheme", [1, 2])
-def test_draws_of_several_turns_and_chains_are_verified_under_the_scheme_of_their_run(model: Path, scheme: int) -> None:
+def test_draws_of_several_turns_and_chains_are_verified_by_the_keys_of_their_episode(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     task = next(iter(arithmetic.load("train")))
-    episode, key = Episode(task), SamplingKey(0, "train", 0, task.key, 0, scheme)
+    episode, key = Episode(task), SamplingKey(0, "train", 0, task.key, 0)
     opening = policy.chat.opening(task.messages, SCHEMAS)
     engine = RollingEngine(policy)
     for index, (parent, heard) in enumerate(
@@ -192,7 +191,7 @@ def test_draws_of_several_turns_and_chains_are_verified_under_the_scheme_of_thei
         new = opening if parent == ROOT else policy.chat.continuation(heard, SCHEMAS)[0]
         assert new is not None
         prompt = episode.tokens_of(parent) + new
-        said = engine.submit(GenerateRequest(prompt, ref, *key.of_next(episode, prompt), 12, 1.5)).result()
+        said = engine.submit(GenerateRequest(prompt, ref, key.of_next(episode, prompt), 0, 12, 1.5)).result()
         message = policy.chat.parse(said.token_ids)
         step = Step(
             index, heard, new, said.token_ids, said.logprobs, said.finish_reason, message, 0, parent=parent, chain=index // 2
@@ -204,7 +203,7 @@ def test_draws_of_several_turns_and_chains_are_verified_under_the_scheme_of_thei
     report = check_tokens(episode, policies, {}, policy, SCHEMAS, key, how)
     assert (report.draw, report.logprob) == (None, None)
     assert [score.mismatches for score in report.steps] == [0, 0, 0]
-    other = check_tokens(episode, policies, {}, policy, SCHEMAS, replace(key, scheme=3 - scheme), how)
+    other = check_tokens(episode, policies, {}, policy, SCHEMAS, replace(key, seed=1), how)
     assert other.draw is not None
 
 
@@ -219,7 +218,7 @@ def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(m
     key = SamplingKey.of(fork, 0, "fork", 0)
     engine = RollingEngine(policy)
     prompt = fork.context_ids + more
-    said = engine.submit(GenerateRequest(prompt, ref, *key.of_next(fork, prompt), 12)).result()
+    said = engine.submit(GenerateRequest(prompt, ref, key.of_next(fork, prompt), 0, 12)).result()
     engine.close()
     step = Step(1, asked, more, said.token_ids, said.logprobs, said.finish_reason, policy.chat.parse(said.token_ids), 0)
     grown = fork.with_step(step)

@@ -43,7 +43,7 @@ def test_a_turn_is_what_the_plainest_sampler_draws_for_the_same_messages_and_key
     said = opened.generate(ASKED, [calculator], sample=2)
     prompt = opened.chat.opening(ASKED, [calculator.schema])
     key = SamplingKey(3, "chat", 0, "chat", 2)
-    expected = alone(opened.policy, GenerateRequest(prompt, opened.ref, *key.of_turn(prompt, 0, 0), 24))
+    expected = alone(opened.policy, GenerateRequest(prompt, opened.ref, key.of_turn(prompt, 0), 0, 24))
     assert (said.prompt_ids, said.sampled_ids) == (prompt, expected.token_ids)
     assert said.behavior_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert said.message == opened.chat.parse(expected.token_ids)

@@ -1,4 +1,4 @@
-"""The keys of draws: under scheme 2 a turn's own, whatever was sampled before it; under scheme 1 its episode's."""
+"""The keys of draws: each turn has its own, whatever was sampled before it."""
 
 import hashlib
 from dataclasses import replace
@@ -20,7 +20,7 @@ def test_the_key_of_a_turn_is_the_hash_that_the_design_names() -> None:
     ids = b"".join(token.to_bytes(4, "little") for token in (1, 2, 70_000))
     text = f"3|train|1|train/0|2|{hashlib.sha256(ids).hexdigest()}|4"
     expected = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    assert KEY.of_turn((1, 2, 70_000), 4, 99) == (expected, 0)
+    assert KEY.of_turn((1, 2, 70_000), 4) == expected
 
 
 def test_the_order_in_which_turns_arrive_changes_no_key() -> None:
@@ -43,24 +43,14 @@ def test_the_same_turn_asked_again_draws_anew_in_whichever_chain_it_stands() -> 
     assert episode.times_asked((1, 2, 7, 8, 6)) == 0, "as long, and another"
     keys = [KEY.of_step(episode, index) for index in range(4)]
     assert len(set(keys)) == 4
-    assert keys[1:] == [KEY.of_turn(prompt, asked, 0) for asked in range(3)]
-    assert KEY.of_next(episode, prompt) == KEY.of_turn(prompt, 3, 0)
+    assert keys[1:] == [KEY.of_turn(prompt, asked) for asked in range(3)]
+    assert KEY.of_next(episode, prompt) == KEY.of_turn(prompt, 3)
 
 
 @pytest.mark.parametrize("count", range(4))
 def test_an_episode_that_is_resumed_asks_for_its_next_turn_under_the_key_that_its_record_has(count: int) -> None:
     steps = (step(0, (1, 2)), step(1, (1, 2)), step(2, (5,), 0), step(3, (1, 2)))
     whole = Episode(TASK, steps=steps)
-    for key in (KEY, replace(KEY, scheme=1)):
-        resumed = replace(whole, steps=steps[:count])
-        prompt = whole.tokens_of(count)[:-2]
-        assert key.of_next(resumed, prompt) == key.of_step(whole, count)
-
-
-def test_under_scheme_1_all_turns_have_their_episodes_key_and_the_position_counts_through_them() -> None:
-    key = replace(KEY, scheme=1)
-    episode = Episode(TASK, steps=(step(0, (1, 2)), step(1, (5,), 0)))
-    text = "3|train|1|train/0|2"
-    bits = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    assert [key.of_step(episode, index) for index in range(2)] == [(bits, 0), (bits, 2)]
-    assert key.of_next(episode, (1,)) == (bits, 4)
+    resumed = replace(whole, steps=steps[:count])
+    prompt = whole.tokens_of(count)[:-2]
+    assert KEY.of_next(resumed, prompt) == KEY.of_step(whole, count)

@@ -255,6 +255,27 @@ def test_what_a_users_file_makes_of_a_shipped_reward_is_hashed_with_that_file(
     assert len(hashes) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ('"""Another text."""\n\n# why\ndef brief(episode):\n    """And here."""\n    return (1.0)\n', True),
+        ("def brief(episode):\n    return 0.5\n", False),
+        ('def brief(episode):\n    return 1.0 if "a" else "b"\n', False),
+    ],
+)
+def test_the_code_hash_is_of_statements_not_of_comments_and_docstrings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, same: bool
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = []
+    for source in ("def brief(episode):\n    return 1.0\n", text):
+        (tmp_path / "mine.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        linecache.clearcache()
+        hashes.append(code_hash({"mine:brief": 1.0}))
+    assert (hashes[0] == hashes[1]) is same
+
+
 def test_the_code_hash_changes_with_the_weights_and_the_code() -> None:
     first = code_hash({"numeric_answer": 1.0})
     assert first == code_hash({"numeric_answer": 1.0})

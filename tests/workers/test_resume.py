@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from sqlalchemy import text
 
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.rollout_job import _run_guarded
@@ -30,9 +29,8 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import rollout_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
-from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.tool_calls import record_result
-from agentrl.workflow.trajectory import Episode, Message, SamplingKey
+from agentrl.workflow.trajectory import Episode, Message
 from bench.faults.invariants import dump
 from tests.support.played_runs import CALL, EXPIRED, LEASE, answered, claim, start, step, submission, value, values
 from tests.support.scripted_engine import ScriptedEngine
@@ -129,25 +127,6 @@ def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
         assert len(request.prompt_ids) > len(prefix)
     second = [request for request in first.requests if is_later(request)]
     assert heir.requests == second, "it asks for what the first worker asked for"
-
-
-def test_a_run_of_before_goes_on_with_one_key_for_each_episode(sqlite: Database, sent: Callable[[], list[int]]) -> None:
-    group = group_of(sqlite)
-    assert values(sqlite, "SELECT key_scheme FROM runs") == [2]
-    with sqlite.engine.begin() as tx:
-        tx.execute(text("UPDATE runs SET key_scheme = 1"))
-    first = Worker(sqlite, group).starts().samples()
-    answer(sqlite)
-    heir = Worker(sqlite, group).starts().samples()
-    assert [request.position for request in first.requests] == [0, 0]
-    assert [request.position for request in heir.requests] == [len(ASK_TWICE)] * 2
-    work = heir.driver.work
-    keys = [SamplingKey(work.seed, "train", 0, work.task.key, sample, 1).bits for sample in (0, 1)]
-    assert sorted(request.key for request in first.requests) == sorted(keys)
-    assert sorted(request.key for request in heir.requests) == sorted(keys)
-    for episode, key in zip(values(sqlite, "SELECT id FROM episodes ORDER BY id"), keys, strict=True):
-        origin = find_origin(sqlite, episode)
-        assert (origin.key.scheme, origin.key.bits) == (1, key)
 
 
 def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_missed_but_not_for_ever(

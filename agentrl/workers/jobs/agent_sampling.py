@@ -80,8 +80,8 @@ class AgentSampling:
         limits, ask = self._limits(turn.ask), turn.ask
         keys = self.work.sampling_key(episode)
         keys = key_asked(keys, ask.asked) if self.is_clients else keys
-        key, position = keys.of_turn(turn.draft.context, draw, episode.sampled_count)
-        request = GenerateRequest.within(limits, turn.draft.context, self.work.policy, key, position, session=turn.session)
+        key = keys.of_turn(turn.draft.context, draw)
+        request = GenerateRequest.within(limits, turn.draft.context, self.work.policy, key, session=turn.session)
         return replace(
             request,
             max_new_tokens=most,

@@ -130,8 +130,8 @@ class GroupRollout:
         self._drafts[episode.id] = draft = self._draft(episode, messages)
         follows = len(episode.steps) + 1 < self.limits.max_steps
         context = draft.context(episode)
-        key, position = self.work.sampling_key(episode).of_next(episode, context)
-        request = GenerateRequest.within(self.limits, context, self.work.policy, key, position, follows, episode.id)
+        key = self.work.sampling_key(episode).of_next(episode, context)
+        request = GenerateRequest.within(self.limits, context, self.work.policy, key, follows, episode.id)
         self._turns[episode.id] = future = self.engine.submit(request)
         future.add_done_callback(partial(put_completion, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")

@@ -14,6 +14,7 @@ from agentrl.workflow.errors import ConfigError, ModelError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
+from agentrl.workflow.store.run_format import check_format
 from agentrl.workflow.store.run_names import Version, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Message, PolicyRef
 
@@ -51,6 +52,7 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
     if asked.with_parent and asked.edit is not None:
         raise ConfigError("The parent and the forks read different messages.", "Leave --with-parent or --edit-message out.")
     point = load_fork_point(db, asked.episode, asked.step)
+    check_format(point.run["name"], point.run["format"], "fork")
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
         said = f"Episode {asked.episode} was made by the agent {parent.config.agent.name!r:.100}: it cannot be forked yet."

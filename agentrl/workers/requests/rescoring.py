@@ -14,6 +14,7 @@ from agentrl.workflow.rewards import Part, code_hash, part_sum, score, total_rew
 from agentrl.workflow.store import reward_sets, run_names
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.imported_runs import EXACT
+from agentrl.workflow.store.run_format import check_format
 
 
 def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         StateError: no episode of the run is done.
     """
     row = run_names.find_run(db, run)
+    check_format(row["name"], row["format"], "rescore")
     weights = parse_weights(rewards)
     for reward in weights:
         find("rewards", reward)

@@ -203,14 +203,13 @@ class DrawDifference:
     """A token that its draw does not give.
 
     Args:
-        token: within its step; `position`: among the episode's sampled tokens, which keys the draw.
+        token: within its step; its number keys the draw.
         recorded_id: what the record says; `drawn_id`: what the draw gives.
         distance: probability between the draw and the recorded token's share of [0, 1).
     """
 
     step: int
     token: int
-    position: int
     recorded_id: int
     recorded: str
     drawn_id: int

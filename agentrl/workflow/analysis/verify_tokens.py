@@ -78,7 +78,6 @@ class _Token:
 
     step: Step
     index: int
-    position: int
     logprob: float
     drawn: int
     distance: float
@@ -225,12 +224,12 @@ def _rescore(
         for (ref, rollout), group in groupby(scored, key=lambda step: (policies[step.index], sampling(step.index)[0])):
             steps = list(group)
             ids, places = _context([token for token, _ in context_of(episode, row[0])], row, steps, policy)
-            keyed = [(step, *sampling(step.index)[1].of_step(episode, step.index)) for step in steps]
-            tokens = [(step, i, position + i) for step, _, position in keyed for i in range(len(step.sampled_ids))]
-            draws = torch.cat([_draws(bits, position, len(step.sampled_ids)) for step, bits, position in keyed])
+            keys = [sampling(step.index)[1].of_step(episode, step.index) for step in steps]
+            tokens = [(step, i) for step in steps for i in range(len(step.sampled_ids))]
+            draws = torch.cat([_draws(key, len(step.sampled_ids)) for step, key in zip(steps, keys, strict=True)])
             policy.publish(ref)
             found = _values(policy, ids, places, draws, rollout)
-            yield from (_Token(*token, *values) for token, values in zip(tokens, found, strict=True))
+            yield from (_Token(step, index, *values) for (step, index), values in zip(tokens, found, strict=True))
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
@@ -249,10 +248,8 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
     return ids, places
 
 
-def _draws(key: int, position: int, count: int) -> Tensor:
-    return torch.from_numpy(
-        uniforms(np.full(count, key, dtype=np.uint64), np.arange(position, position + count, dtype=np.uint64))
-    )
+def _draws(key: int, count: int) -> Tensor:
+    return torch.from_numpy(uniforms(np.full(count, key, dtype=np.uint64), np.arange(count, dtype=np.uint64)))
 
 
 def _values(
@@ -359,7 +356,6 @@ def _draw_difference(token: _Token, chat: Chat) -> DrawDifference:
     return DrawDifference(
         step=token.step.index,
         token=token.index,
-        position=token.position,
         recorded_id=token.id,
         recorded=chat.decode([token.id]),
         drawn_id=token.drawn,

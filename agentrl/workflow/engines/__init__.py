@@ -38,7 +38,7 @@ class GenerateRequest:
     Args:
         prompt_ids: the whole training row so far, exact ids; at least one.
         policy: the weights to sample from.
-        key: 64 bits that key its draws, and `position`: of its first token's draw (`SamplingKey.of_turn`).
+        key: 64 bits that key its draws (`SamplingKey.of_turn`), and `position`: of its first token's draw, 0 for a whole turn.
         max_new_tokens: the most tokens to sample; the end token counts.
         temperature: logits are divided by it.
         top_k: the number of likeliest tokens to draw from; 0: all.
@@ -84,7 +84,6 @@ class GenerateRequest:
         prompt_ids: tuple[int, ...],
         policy: PolicyRef,
         key: int,
-        position: int,
         follows: bool = True,
         session: int | None = None,
     ) -> "GenerateRequest":
@@ -93,7 +92,7 @@ class GenerateRequest:
             prompt_ids,
             policy,
             key,
-            position,
+            0,
             limits.max_new_tokens,
             limits.temperature,
             limits.top_k,

@@ -172,8 +172,8 @@ class OpenPolicy:
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
         keys, context = SamplingKey(self.seed, "chat", 0, "chat", sample), drafted.context(episode)
-        key, position = keys.of_next(episode, context)
-        request = GenerateRequest.within(asked, context, self.ref, key, position, session=keys.bits)
+        key = keys.of_next(episode, context)
+        request = GenerateRequest.within(asked, context, self.ref, key, session=keys.bits)
 
         def step(completion: Completion) -> Step:
             message = self.chat.parse(completion.token_ids, schemas)

@@ -36,7 +36,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
         told = f"no earlier evaluation tells its tasks: agentrl eval --policy {run['name']}@{version}"
         log(tx, run["id"], "not_measured", f"version {version}", told)
         return
-    kept = ("kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set", "measures_id", "key_scheme")
+    kept = ("kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set", "measures_id", "format")
     values = {key: model[key] for key in kept} | {"base": run["base"], "base_hash": run["base_hash"]}
     values |= {"measures_version": version, "manifest": model["manifest"] | {"id": uuid4().hex}}
     values["status"] = "paused" if run["status"] == "paused" else "running"

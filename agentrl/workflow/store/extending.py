@@ -14,6 +14,7 @@ from agentrl.workflow.errors import CheckpointError, ConfigError, StateError
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
+from agentrl.workflow.store.run_format import check_format
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 
@@ -66,6 +67,7 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":
         raise StateError(f"{name!r} is of kind {row['kind']} and trains nothing.", "Name a training run: agentrl runs")
+    check_format(row["name"], row["format"], "resume")
     if stored:
         raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
     if row["status"] not in EXTENDABLE:

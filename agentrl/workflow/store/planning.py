@@ -20,10 +20,11 @@ from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
 from agentrl.workflow.store.rows import clean, clean_tree, message_row, split_in_parts
+from agentrl.workflow.store.run_format import RUN_FORMAT, check_format
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, PolicyRef, Task
+from agentrl.workflow.trajectory import OPEN, PolicyRef, Task
 
 RESUMABLE = ("paused", "failed", "running")
 GROWING = ("serve", "search", "import")
@@ -208,7 +209,7 @@ SUBMITTED_COLUMNS = ("name", "kind", "seed", "dataset", "iterations", "output_di
 
 def _row_of(submission: Submission) -> dict[str, Any]:
     asked = {name: getattr(submission, name) for name in SUBMITTED_COLUMNS}
-    asked |= {"status": "running", "epochs": submission.passes, "key_scheme": KEY_SCHEME}
+    asked |= {"status": "running", "epochs": submission.passes, "format": RUN_FORMAT}
     asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
     return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
 
@@ -372,11 +373,12 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raises StateError where the run, by its row, is done or cancelled, or is what a process served."""
+    """Raises StateError where the run, by its row, is done, cancelled, of another format, or what a process served."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} is what a process served, and only that process could go on.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
         raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
+    check_format(row["name"], row["format"], "resume")
 
 
 @transaction

@@ -24,7 +24,7 @@ from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
-from agentrl.workflow.trajectory import KEY_SCHEME, OPEN, Episode, Message, PolicyRef, SamplingKey, Task
+from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task
 
 MAX_LOSSES = 5
 """A row held in this many worker losses is poison: its episodes end as infra_error."""
@@ -70,12 +70,11 @@ class GroupWork:
     reward_set: int
     episodes: tuple[Episode, ...]
     opening: tuple[Message, ...] | None = None
-    key_scheme: int = KEY_SCHEME
     resources: Mapping[str, str] = field(default_factory=dict)
 
     def sampling_key(self, episode: Episode) -> SamplingKey:
         """The key of an episode's draws."""
-        return SamplingKey.of(episode, self.seed, self.kind, self.iteration, self.key_scheme)
+        return SamplingKey.of(episode, self.seed, self.kind, self.iteration)
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,6 @@ _GROUP_WORK = (
         schema.runs.c.name,
         schema.runs.c.config,
         schema.runs.c.seed,
-        schema.runs.c.key_scheme,
         schema.runs.c.base,
         schema.runs.c.base_hash,
         schema.iterations.c.number,
@@ -221,7 +219,6 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         reward_set=row["reward_set"],
         episodes=load_episodes(tx, (schema.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
         opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
-        key_scheme=row["key_scheme"],
         resources=resources_of_group(tx, fence.group) if row["config"].get("resources") else {},
     )
 

@@ -84,7 +84,7 @@ runs = Table(
     Column("reward_set", String(64), nullable=False, server_default="default"),
     reference_column("measures_id", "runs", nullable=True),
     Column("measures_version", Integer, nullable=True),
-    Column("key_scheme", Integer, nullable=False, server_default="1"),
+    Column("format", Integer, nullable=False),
     created_column(),
     time_column("started_at"),
     time_column("finished_at"),

@@ -35,7 +35,7 @@ class Origin:
     """A whole episode with its origin.
 
     Args:
-        config, manifest, base, base_hash: the run's.
+        run, format, config, manifest, base, base_hash: the run's; `run` is its name.
         key: the key of its draws.
         policies: what each step that it sampled itself was sampled with, by the step's number.
         collected: when the files of such a policy were removed, by the step's number; only where they were.
@@ -45,6 +45,8 @@ class Origin:
     """
 
     record: EpisodeRecord
+    run: str
+    format: int
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
     base: str
@@ -79,11 +81,13 @@ def find_origin(tx: Connection, episode: int) -> Origin:
     refs = {row.number: PolicyRef(run["base"], run["base_hash"], row.path, row.sha256, row.version) for row in steps}
     return Origin(
         record=record,
+        run=run["name"],
+        format=run["format"],
         config=run["config"],
         manifest=run["manifest"],
         base=run["base"],
         base_hash=run["base_hash"],
-        key=SamplingKey.of(record.episode, run["seed"], run["purpose"], run["number"], run["key_scheme"]),
+        key=SamplingKey.of(record.episode, run["seed"], run["purpose"], run["number"]),
         policies=refs,
         collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
         reward_sets=_reward_sets(tx, episode, run["id"]),

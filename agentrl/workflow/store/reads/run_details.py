@@ -39,14 +39,14 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
     """What a person asks of a run's making, inside a transaction: versions, hashes, the code of its rewards, its folder."""
-    query = "SELECT manifest, base, base_hash, output_dir, seed, key_scheme, reward_set FROM runs WHERE id = :id"
+    query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, ("manifest",), id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
     rewards = select_rows(tx, query, ("weights",), id=run_id)
     query = "SELECT version, kind, path, sha256, collected_at, broken FROM policies WHERE run_id = :id ORDER BY version"
     first = select_rows(tx, f"{query} LIMIT 1", id=run_id)
     newest = select_rows(tx, f"{query} DESC LIMIT 1", id=run_id)
-    told = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "key_scheme", "reward_set")}
+    told = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "format", "reward_set")}
     policies = {"first": first[0] if first else None, "newest": newest[0] if newest else None}
     manifest = {name: value for name, value in run["manifest"].items() if name != "origins"}  # they stand beside the config
     return {**manifest, **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}

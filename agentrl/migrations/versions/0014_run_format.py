@@ -1,0 +1,25 @@
+"""The format of a run: `runs.key_scheme` becomes `runs.format`, and running runs are paused: their rules are of older code."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0014"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+REASON = "begun by an older agentrl"
+
+
+def upgrade() -> None:
+    """Renames the column; new runs name their format, so it has no default."""
+    with op.batch_alter_table("runs") as runs:
+        runs.alter_column("key_scheme", new_column_name="format", existing_type=sa.Integer(), server_default=None)
+    running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
+    op.execute(running.bindparams(reason=REASON))
+
+
+def downgrade() -> None:
+    """Renames it back; the older code takes runs of a newer format for its own."""
+    with op.batch_alter_table("runs") as runs:
+        runs.alter_column("format", new_column_name="key_scheme", existing_type=sa.Integer(), server_default="1")

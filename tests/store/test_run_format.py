@@ -1,0 +1,111 @@
+"""A store of an older agentrl, with a run broken off in it: it is upgraded, every read works, nothing goes on from its runs.
+
+`older_store.sql.xz` is the SQLite dump of a store at revision 0012: the run `finished`, and `broken-off`, whose workers were
+killed in its seventh iteration.
+"""
+
+import lzma
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import MetaData, create_engine, insert, select
+
+from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import head, upgrade
+from agentrl.workflow.store.run_format import RUN_FORMAT
+from tests.conftest import forget_process
+from tests.support.played_runs import start, submission, values
+from tests.support.typed import agentrl
+
+REVISION = "0012"
+DUMP = Path(__file__).with_name("older_store.sql.xz")
+REFUSAL = re.compile(
+    rf"Run '[a-z-]+' has format 2 and this agentrl can (\w+) only format {RUN_FORMAT}: use agentrl at commit [0-9a-f]{{7}}, "
+    r"on a copy of the store from before its upgrade\.\n  Read it here: agentrl episodes [a-z-]+\n"
+)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def older(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The store, upgraded, in the settings' place."""
+    home.mkdir()
+    file = home / "agentrl.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.executescript(lzma.decompress(DUMP.read_bytes()).decode().replace("@HERE@", str(home)))
+    if request.param == "postgres":
+        url = request.getfixturevalue("empty_postgres")
+        monkeypatch.setenv("AGENTRL_DATABASE_URL", url)
+        database = Database(url)
+        upgrade(database, REVISION)
+        copy_rows(file, database)
+        database.close()
+    forget_process()
+    database = Database(settings().database)
+    upgrade(database)
+    yield database
+    database.close()
+    if process_database.made:
+        process_database().close()
+    forget_process()
+
+
+def copy_rows(file: Path, target: Database) -> None:
+    """Copies all rows of a SQLite file into a database that has the same tables."""
+    tables, engine = MetaData(), create_engine(f"sqlite:///{file}")
+    tables.reflect(target.engine)
+    with engine.connect() as source, target.engine.begin() as tx:
+        for table in tables.sorted_tables:
+            rows = [dict(row) for row in source.execute(select(table)).mappings()]
+            if rows and table.name != "alembic_version":
+                tx.execute(insert(table), rows)
+    engine.dispose()
+
+
+def test_no_row_is_lost_and_what_was_running_is_paused(older: Database) -> None:
+    assert values(older, "SELECT version_num FROM alembic_version") == [head()]
+    runs = "SELECT name || ' ' || status || ' ' || format FROM runs ORDER BY id"
+    assert values(older, runs) == ["finished done 2", "broken-off paused 2"]
+    counts = [values(older, f"SELECT count(*) FROM {table}")[0] for table in ("episodes", "steps", "tool_calls", "iterations")]
+    with closing(sqlite3.connect(":memory:")) as before:
+        before.executescript(lzma.decompress(DUMP.read_bytes()).decode())
+        tables = ("episodes", "steps", "tool_calls", "iterations")
+        assert counts == [before.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
+    assert values(older, "SELECT count(*) FROM runs WHERE status = 'running'") == [0]
+
+
+def test_every_read_works(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ("runs",), ("watch", "broken-off"), ("episodes", "broken-off"), ("replay", "1"), ("why", "1"),
+        ("events", "broken-off"), ("replay", "1", "--diff", "2"), ("config", "show", "--run", "finished"),
+        ("sql", "SELECT * FROM v_runs"), ("sql", "SELECT * FROM v_steps"), ("sql", "SELECT * FROM v_ledger"),
+    ):  # fmt: skip
+        shown, _ = agentrl(capsys, *words, code=1 if words[0] == "watch" or "--diff" in words else 0)
+        assert shown.strip(), words
+
+
+def test_what_would_go_on_from_it_is_refused_in_one_sentence(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    before = values(older, "SELECT count(*) FROM events")
+    for verb, words in (
+        ("resume", ("resume", "broken-off")),
+        ("resume", ("resume", "finished", "--iterations", "1")),
+        ("fork", ("fork", "1", "--step", "0")),
+        ("rescore", ("rescore", "finished", "--reward", "numeric_answer")),
+        ("verify", ("replay", "1", "--verify", "all")),
+    ):
+        shown, told = agentrl(capsys, *words, code=6)
+        found = REFUSAL.fullmatch(told.removeprefix("agentrl: "))
+        assert found, told
+        assert (found[1], shown) == (verb, "")
+    assert values(older, "SELECT count(*) FROM events") == before
+    assert values(older, "SELECT status FROM runs ORDER BY id") == ["done", "paused"]
+
+
+def test_new_runs_have_the_newest_format(database: Database) -> None:
+    start(database, submission())
+    assert values(database, "SELECT format FROM runs") == [RUN_FORMAT]
