@@ -22,7 +22,7 @@ ENV PATH=/opt/agentrl/bin:$PATH \
 WORKDIR /src
 COPY pyproject.toml constraints.txt hatch_build.py ./
 COPY agentrl/__init__.py agentrl/
-RUN touch README.md && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} .
+RUN touch README.md && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} ".[math]"
 COPY LICENSE README.md ./
 COPY agentrl agentrl
 RUN pip install --no-deps --force-reinstall . \

@@ -28,13 +28,15 @@ class OrdinarySession:
         self._sandbox = sandbox
         self._number = number
         self._limits = limits
+        self.alive = True
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
         return self._sandbox.result(ask="cell", session=self._number, code=code, limits=asdict(limits or self._limits))
 
-    def call(self, function: str, args: Sequence[object], limits: Limits | None = None) -> Result:
-        limits = limits or self._limits
-        return self._sandbox.result(ask="call", session=self._number, code=function, args=list(args), limits=asdict(limits))
+    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
+        given = args if isinstance(args, str) else list(args)
+        request = {"session": self._number, "code": function, "args": given, "keeps": keeps}
+        return self._sandbox.result(ask="call", **request, limits=asdict(limits or self._limits))
 
     def close(self) -> None:
         self._sandbox.ask(ask="close", session=self._number)
@@ -52,8 +54,8 @@ class Ordinary:
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
         return self.result(ask="run", code=code, stdin=stdin, limits=asdict(limits))
 
-    def session(self, limits: Limits = DEFAULTS) -> OrdinarySession:
-        return OrdinarySession(self, self.ask(ask="open", limits=asdict(limits))["session"], limits)
+    def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> OrdinarySession:
+        return OrdinarySession(self, self.ask(ask="open", limits=asdict(limits), reads=list(reads))["session"], limits)
 
     def close(self) -> None:
         with self.process, suppress(BrokenPipeError):
@@ -75,13 +77,13 @@ def answer(sandbox: Boxed, sessions: list[Session], request: dict[str, Any]) -> 
     if request["ask"] == "run":
         return asdict(sandbox.run(request["code"], request["stdin"], limits))
     if request["ask"] == "open":
-        sessions.append(sandbox.session(limits))
+        sessions.append(sandbox.session(limits, request["reads"]))
         return {"session": len(sessions) - 1}
     session = sessions[request["session"]]
     if request["ask"] == "cell":
         return asdict(session.run(request["code"], limits))
     if request["ask"] == "call":
-        return asdict(session.call(request["code"], request["args"], limits))
+        return asdict(session.call(request["code"], request["args"], limits, keeps=request["keeps"]))
     return session.close()
 
 

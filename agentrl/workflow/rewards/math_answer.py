@@ -11,7 +11,7 @@ them takes a second, so as many sessions as there are cores last; each answer is
 afterwards. An answer that uses up its time or memory there is wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
 """Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
 INSTALL = install_command("math")
+INSTALL_IN_IMAGE = "pip install math-verify"
 
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
@@ -41,6 +42,15 @@ MOST_CHARACTERS = 20_000
 VERDICTS = {"1.0": 1.0, "0.0": 0.0, "null": None}
 """All that it can say, as plain data's text."""
 
+PATHS = """
+import os, sys, tempfile
+
+# Links to the packages: Landlock lets nobody list the folder that holds them, and an import by name must list one.
+links = tempfile.mkdtemp()
+for path in {paths!r}:
+    os.symlink(path, os.path.join(links, os.path.basename(path)))
+sys.path.append(links)
+"""
 INSIDE = """
 import logging
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -114,13 +124,21 @@ def _opened() -> Session:
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
     session = place.session(LOADING, reads)
-    paths = sorted({str(Path(path).parent) for path in reads})
-    result = session.run(f"import sys\nsys.path += {paths!r}\n{INSIDE}")
+    result = session.run(PATHS.format(paths=reads) + INSIDE)
     if result.status != "ok":
         session.close()
-        said = f"{result.status}: {' '.join(result.output.split())[-300:]}"
-        raise SandboxUnavailable(f"math-verify cannot be loaded in the sandbox ({result.kind}): {said}", INSTALL)
+        reason = f"{result.status}: {' '.join(result.output.split())[-300:]}"
+        message = f"math-verify cannot be loaded in the sandbox ({result.kind}): {reason}"
+        raise SandboxUnavailable(message, _hint(result.kind, reads))
     return session
+
+
+def _hint(kind: str, reads: Sequence[str]) -> str:
+    """What to do where the packages are installed here and cannot be loaded in the sandbox."""
+    if kind == "docker":
+        return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
+    folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
+    return f"They are installed in {folders}: let every user read that. `agentrl doctor` names the Python inside."
 
 
 def installed() -> tuple[str, ...]:
