@@ -46,9 +46,7 @@ def _as_resources(value: Any) -> Any:
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
 """Name -> weight."""
 
-Aggregation = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-sum-norm-trl"
-]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """See `training.losses.aggregate`."""
 
 
@@ -207,6 +205,8 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"{name} does nothing where kl_coef is 0")
         if self.kl_horizon is not None and self.kl_target is None:
             raise ValueError("kl_horizon does nothing without kl_target")
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError("k1 in the loss changes nothing: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
         if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
             raise ValueError("k3-corrected is for the loss: in the reward there is no gradient to correct")
         return self

@@ -1,6 +1,7 @@
 """policy: what trains, what samples, what is published, and that nothing altered is ever loaded."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,16 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
         model_folder("someone/something")
     with pytest.raises(ModelError, match="No model is called 'a/b/c'"):
         model_folder("a/b/c")
+
+
+def test_policy_trains_the_embedding_of_a_padding_token_that_ends_turns(folder: Path, tmp_path: Path) -> None:
+    same = tmp_path / "same"
+    shutil.copytree(folder, same)
+    padding = int(IDS[0, 3])
+    values = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(values | {"pad_token_id": padding, "eos_token_id": padding}))
+    policy = Policy.load(config(lora_r=0, dtype="float32"), str(same), "cpu")
+    with policy.training() as model:
+        embedding = model.get_input_embeddings()
+        (gradient,) = torch.autograd.grad(model.model(input_ids=IDS).last_hidden_state.sum(), embedding.weight)
+    assert gradient[IDS.flatten()].abs().amax(-1).gt(0).all()

@@ -317,8 +317,8 @@ def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypat
         ({"algorithm.name": "rloo"}, "the algorithm rloo"),
         ({"algorithm.name": "opo"}, "the algorithm opo"),
         (
-            {"algorithm.aggregation": "seq-mean-token-sum-norm"},
-            "aggregation=seq-mean-token-sum-norm of grpo, where TRL has tok",
+            {"algorithm.name": "cispo", "algorithm.aggregation": "seq-mean-token-mean"},
+            "aggregation=seq-mean-token-mean of cispo, where TRL has tok",
         ),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "algorithm.kl_in=reward with k3"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k2"}, "algorithm.kl_in=loss with k2"),

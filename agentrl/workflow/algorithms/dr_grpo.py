@@ -1,9 +1,8 @@
 """Dr.GRPO: R - mean, not divided by the deviation; the sum over tokens, divided by the most that an episode may sample.
 
 Source: arXiv 2503.20783, section 3.2. Dividing by the deviation favours tasks that are nearly always or nearly never solved,
-and dividing by an answer's own length favours long wrong answers; neither is done. The paper and TRL average over answers; verl
-sums them, which multiplies the gradient by their number. Here the mean is the default of both conventions, since max_grad_norm
-would clip the sum at once.
+and dividing by an answer's own length favours long wrong answers; neither is done. The paper, TRL and verl (since 0.9)
+average over answers.
 """
 
 from agentrl.workflow.algorithms import Algorithm
@@ -15,7 +14,7 @@ dr_grpo = Algorithm(
     needs_group=True,
     options={
         **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "scale": "none"},
-        "aggregation": "seq-mean-token-sum-norm-trl",
+        "aggregation": "seq-mean-token-sum-norm",
     },
     trl={"dual_clip": 0.0},
 )

@@ -59,6 +59,8 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
         return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
+    # torch gives this token's embedding no gradient; where padding is the end of a turn, that token is read and must learn.
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010 - mypy takes it for a tensor
     return _disable_repacking(model) if config.load_in_4bit else model
 
 

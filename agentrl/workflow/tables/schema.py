@@ -518,6 +518,7 @@ UPDATE_METRICS = (
     "kl_coef",
     "value_loss",
     "explained_variance",
+    "log_ratio_clamped",
 )
 """The columns of `updates` that measure one optimizer step."""
 

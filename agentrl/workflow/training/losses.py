@@ -14,8 +14,10 @@ from torch import Tensor
 
 from agentrl.workflow.config import AlgorithmConfig
 
-MOST_LOG_RATIO = 10.0
-"""The cap of a sequence's log ratio, as in verl: its exponential must stay finite."""
+MAX_LOG_RATIO = 20.0
+"""The largest size of a token's log ratio, as in verl: beyond any float, an exponential's gradient is not a number."""
+MAX_SEQUENCE_LOG_RATIO = 10.0
+"""The cap of a sequence's log ratio, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,12 @@ class TokenBatch:
     weights: Tensor | None = None
 
     def log_ratio(self) -> Tensor:
-        """logprobs - old, 0 where the token does not train, so that its exponential stays finite."""
-        return torch.where(self.mask, self.logprobs - self.old, 0.0)
+        """Return logprobs - old, clamped to +-`MAX_LOG_RATIO`, and 0 where the token does not train; (B, T)."""
+        return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def log_ratio_clamped(self) -> Tensor:
+        """Return where a trained token's log ratio was clamped: there the ratio has no gradient; (B, T)."""
+        return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,15 @@ Surrogate = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
 def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
     """The surrogate + kl_coef x KL (where it is in the loss) - entropy_coef x entropy, aggregated as `options` says.
 
-    Sums `ratio`, `clip_fraction` and, with a reference, `kl`.
+    Sums `ratio`, `clip_fraction`, `log_ratio_clamped` and, with a reference, `kl`.
     """
     ratio = batch.log_ratio().exp()
     per_token, clipped = surrogate(batch, options)
-    sums = {"ratio": (ratio * batch.mask).sum(), "clip_fraction": (clipped & batch.mask).sum()}
+    sums = {
+        "ratio": (ratio * batch.mask).sum(),
+        "clip_fraction": (clipped & batch.mask).sum(),
+        "log_ratio_clamped": batch.log_ratio_clamped().sum(),
+    }
     if batch.reference is not None:
         ours, reference = (torch.where(batch.mask, values, 0.0) for values in (batch.logprobs, batch.reference))
         divergence = KL[options.kl_estimator](ours, reference)
@@ -120,7 +130,7 @@ def clipped(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor
 
 def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The clipped surrogate of the whole row's ratio, the product of its tokens' (TRL's RLOO)."""
-    total = batch.log_ratio().sum(-1, keepdim=True).clamp(max=MOST_LOG_RATIO)
+    total = batch.log_ratio().sum(-1, keepdim=True).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     log_ratio = total.expand_as(batch.logprobs)
     return clipped_surrogate(log_ratio, batch.advantages, *_clips(options))
 
@@ -133,7 +143,7 @@ def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[
     """
     mean = batch.log_ratio().sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
     own = torch.where(batch.mask, batch.logprobs - batch.logprobs.detach(), 0.0)
-    log_ratio = (own + mean.detach()).clamp(max=MOST_LOG_RATIO)
+    log_ratio = (own + mean.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     return clipped_surrogate(log_ratio, batch.advantages, *_clips(options))
 
 
@@ -233,7 +243,10 @@ def importance_weights(
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """logprobs - reference: unbiased, of high variance, below 0 as well; (B, T) in and out, as the others."""
+    """Return logprobs - reference: unbiased, of high variance, below 0 as well; (B, T) in and out, as the others.
+
+    Its expected gradient is 0, so it is for rewards only.
+    """
     return logprobs - reference
 
 
@@ -245,9 +258,10 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """The low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in, (B, T) out.
 
-    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv 2402.03300, equation 4.
+    d is at most `MAX_LOG_RATIO`. Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv 2402.03300,
+    equation 4; the clamp as in verl.
     """
-    difference = reference - logprobs
+    difference = (reference - logprobs).clamp(max=MAX_LOG_RATIO)
     return difference.exp() - difference - 1
 
 
@@ -260,7 +274,7 @@ def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser
     """A microbatch's share of the masked aggregation `name` of (B, T) values; the shares add up to the whole.
 
     `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
-    `seq-mean-token-sum-norm`, which verl divides by T and TRL by B x T (`-trl`).
+    `seq-mean-token-sum-norm`: the sum divided by sequences x T, as verl 0.9.1 and TRL do.
 
     A token mean counts tokens, whatever row they are in. In all others a sequence is an episode: its rows, one for each chain,
     have `weights` (B,) that sum to 1, so that an episode weighs as much as another, into however many chains it fell.
@@ -275,6 +289,5 @@ AGGREGATIONS: Mapping[str, Callable[[Tensor, Tensor, Normaliser], Tensor]] = {
     "token-mean": lambda x, mask, n: x.sum() / n.tokens,
     "seq-mean-token-mean": lambda x, mask, n: (x.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / n.sequences,
     "seq-mean-token-sum": lambda x, mask, n: x.sum() / n.sequences,
-    "seq-mean-token-sum-norm": lambda x, mask, n: x.sum() / n.width,
-    "seq-mean-token-sum-norm-trl": lambda x, mask, n: x.sum() / (n.sequences * n.width),
+    "seq-mean-token-sum-norm": lambda x, mask, n: x.sum() / (n.sequences * n.width),
 }

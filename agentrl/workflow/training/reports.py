@@ -20,8 +20,9 @@ class Update:
     Args:
         metrics: over the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, `seconds`;
             means over the tokens that the model read again (those with an advantage; all where a KL, an entropy bonus or a
-            critic is in the loss): `entropy`, `ratio`, `clip_fraction`, `policy_kl` (to the policy before the update), `kl` (to
-            the reference, where kl_coef > 0; where it is in the reward, over all tokens and before the update),
+            critic is in the loss): `entropy`, `ratio`, `clip_fraction`, `log_ratio_clamped`, `policy_kl` (to the policy before
+            the update), `kl` (to the reference, where kl_coef > 0; where it is in the reward, over all tokens and before the
+            update),
             `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|); with a critic `value_loss`, and
             `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
             it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless importance_cap is null the

@@ -24,7 +24,7 @@ _CLIPPED_LOSSES = {
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "luspo",
-    "seq-mean-token-sum-norm-trl": "dr_grpo",
+    "seq-mean-token-sum-norm": "dr_grpo",
 }
 LOSSES: Mapping[str, Mapping[str, str]] = {
     "agentrl.workflow.training.losses:clipped": _CLIPPED_LOSSES,

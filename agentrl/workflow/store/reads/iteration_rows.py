@@ -44,6 +44,7 @@ class IterationRow(ViewRow):
     sampler_difference_max: float | None
     importance_weight: float | None
     importance_truncated: float | None
+    log_ratio_clamped: float | None
     tokens: int
     prompt_tokens: int
     sampled_tokens: int
@@ -118,6 +119,7 @@ class UpdateRow(ViewRow):
     sampler_difference_max: float | None
     importance_weight: float | None
     importance_truncated: float | None
+    log_ratio_clamped: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,20 @@
+"""The share of tokens whose log ratio was clamped, of each optimizer step."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0014"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Adds the column."""
+    op.add_column("updates", sa.Column("log_ratio_clamped", sa.Float(precision=53), nullable=True))
+
+
+def downgrade() -> None:
+    """Removes it."""
+    with op.batch_alter_table("updates") as updates:
+        updates.drop_column("log_ratio_clamped")
