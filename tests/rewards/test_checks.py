@@ -187,7 +187,7 @@ def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(
 
 
 REFUSED = {
-    "no plain data": ("    class Point: pass\n    assert candidate(Point()) == 1", "they pass what is no plain data: Point is"),
+    "no plain data": ("    class Point: pass\n    assert candidate(Point()) == 1", "they pass what is no plain data: Point"),
     "a wrong reference": (
         "    for n in range(2):\n        assert candidate(n) == n + 1",
         "its own reference passes 0% of them",

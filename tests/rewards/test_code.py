@@ -187,6 +187,54 @@ def test_no_answer_can_say_of_itself_that_it_is_right(box: None, forgery: str) -
     assert earned(FORGERIES[forgery]) == 0.0
 
 
+IMPORTS = "from collections import *\nfrom decimal import Decimal\nfrom enum import IntEnum\nfrom fractions import Fraction\n"
+LYING = "__eq__ = lambda self, other: True\n    __ne__ = lambda self, other: False\n    __hash__ = lambda self: 0"
+NOT_PLAIN = {
+    "Counter": ("f('aab') == {'a': 2, 'b': 1}", "return Counter(x)", "Counter", "'b'"),
+    "defaultdict": ("f(0) == {'a': 2, 'b': 2}", "d = defaultdict(lambda: 2)\n    d['a'], d['b']\n    return d", "dict", ""),
+    "OrderedDict": ("f('ab') == {'a': 0, 'b': 0}", "return OrderedDict.fromkeys(x, 0)", "OrderedDict", ""),
+    "namedtuple": ("f(3) == (3, 4)", "return namedtuple('P', 'a b')(x, x + 1)", "namedtuple('P', 'a b')", "1, 2"),
+    "Fraction": ("f(3) == 1.5", "return Fraction(x, 2)", "Fraction", "1, 2"),
+    "Decimal": ("f(3) == 1.5", "return Decimal(x) / 2", "Decimal", "1"),
+    "IntEnum": ("f(3) == 3", "return IntEnum('E', {'A': 3})(x)", "int", "4"),
+    "str": ("f('a') == 'aa'", "return type('S', (str,), {})(x * 2)", "str", "'b'"),
+    "float": ("abs(f(2) - 1.4142) < 0.001", "return type('S', (float,), {})(x ** 0.5)", "float", "4"),
+    "keys": ("f({'a': 1}) == {'a'}", "return x.keys()", "set", "'b'"),
+    "items": ("f({'a': 1}) == {('a', 1)}", "return x.items()", "frozenset", "'b'"),
+    "order of keys": ("list(f({'b': 1, 'a': 2})) == ['b', 'a']", "return x.keys()", "list", "'ab'"),
+    "values": ("list(f({'b': 1, 'a': 2})) == [1, 2]", "return x.values()", "list", "'ab'"),
+    "bytearray": ("f('a') == b'a'", "return bytearray(x.encode())", "bytearray", "b'b'"),
+    "complex": ("f(2) == 2j", "return x * 1j", "complex", "2"),
+    "type": ("f(2) is int", "return type(x)", "type", "'int', (int,), {}"),
+}  # fmt: skip
+"""(what is asserted, a right body of f(x), a type whose lying subclass is wrong, and the arguments of that)"""
+
+
+def mbpp_task(folder: Path, code: str, test: str) -> Task:
+    row = {"task_id": 1, "text": "?", "code": code, "test_list": [test]}
+    (task,) = load_tasks(DatasetConfig(name=str(write(folder / "own.jsonl", row)))).tasks
+    return task
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_tests_passed_pays_right_values_of_any_type_and_no_forged_one(box: None, tmp_path: Path, name: str) -> None:
+    test, body, base, args = NOT_PLAIN[name]
+    right = f"{IMPORTS}def f(x):\n    {body}"
+    forged = f"{IMPORTS}class Yes({base}):\n    {LYING}\ndef f(x): return Yes({args})"
+    task = mbpp_task(tmp_path, right, f"assert {test}")
+    tests_passed.admitted([task])
+    assert [score(answered(task, code), {"tests_passed": 1.0})["tests_passed"] for code in (right, forged)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("test", "truth"), [("assert f('ab')", 1.0), ("assert f('ba') is not None", 1.0), ("assert f('b')", 0.0)]
+)
+def test_tests_passed_asks_an_object_for_its_truth_inside(box: None, tmp_path: Path, test: str, truth: float) -> None:
+    code = "import re\ndef f(x): return re.search('a', x)"
+    task = mbpp_task(tmp_path, code, test)
+    assert score(answered(task, code), {"tests_passed": 1.0})["tests_passed"] == truth
+
+
 def test_the_systems_failure_is_no_reward_of_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sandbox() if sandbox.made else None
     monkeypatch.setenv("PATH", str(tmp_path))

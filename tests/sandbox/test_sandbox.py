@@ -455,14 +455,26 @@ def test_a_cell_cannot_change_what_is_the_whole_sessions(session: Session) -> No
 
 PASSED = '{"done": {"code": 0, "value": "42"}}'
 NO_PLAIN_DATA = {
-    "an object that equals everything": "class A:\n  def __eq__(self, o): return True\ndef f(): return A()",
-    "a number that equals everything": "class A(int):\n  def __eq__(self, o): return True\ndef f(): return A(1)",
-    "a string of another kind": "class A(str): pass\ndef f(): return A('42')",
-    "a generator": "def f(): yield 42",
+    "an object without a truth value": "class A:\n  def __bool__(self): raise ValueError\ndef f(): return A()",
     "itself": "a = []\na.append(a)\ndef f(): return a",
     "sys.exit": "import sys\ndef f(): sys.exit(0)",
     "an exit from a thread of code": "def f(): raise SystemExit",
     "an exception with a message": f"def f(): raise ValueError('{PASSED}')",
+}
+CONVERTED = {
+    "an object that equals everything": (
+        "class A:\n  def __eq__(self, o): return True\ndef f(): return A()",
+        '{"$object": true}',
+    ),
+    "an object that is false": ("class A:\n  def __bool__(self): return False\ndef f(): return [A()]", '[{"$object": false}]'),
+    "a number that equals everything": (
+        "class A(int):\n  def __eq__(self, o): return True\n  def __int__(self): return 42\ndef f(): return A(1)",
+        "1",
+    ),
+    "a string that shows another": ("class A(str):\n  def __str__(self): return '43'\ndef f(): return A('42')", '"42"'),
+    "a list that gives others": ("class A(list):\n  def __iter__(self): return iter([3])\ndef f(): return A([1])", "[1]"),
+    "a dict that gives others": ("class A(dict):\n  def items(self): return [(1, 2)]\ndef f(): return A(a=0)", '{"a": 0}'),
+    "a generator": ("def f(): yield 42", '{"$object": true}'),
 }
 DIES = {
     "os._exit": "import os\ndef f(): os._exit(0)",
@@ -476,6 +488,13 @@ def test_what_returns_no_plain_data_has_no_value(session: Session, name: str) ->
     result = session.call("f", [])
     assert (result.status, result.value) == ("error" if name in NO_PLAIN_DATA else "killed", "")
     assert session.run("1 + 1").output == "2\n"
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_call_writes_a_subclass_as_its_base_and_of_others_the_truth_value(session: Session, name: str) -> None:
+    code, text = CONVERTED[name]
+    session.run(code)
+    assert session.call("f", []).value == text
 
 
 FORGERIES = {
@@ -636,6 +655,8 @@ def test_plain_data_come_back_as_they_were(value: Any) -> None:
 NO_TEXT = (
     *("", "{", "NaN", "Infinity", '{"$no": 1}', '{"$tuple": 1}', '{"$set": [[]]}', '{"$dict": 3}', '{"$int": 5}'),
     *('{"$float": "1"}', '{"$tuple": [], "$set": []}', "[" * 100_000, "9" * 5000, '{"$bytes": "x"}', '{"$dict": [[{}, 1]]}'),
+    *('{"$fraction": [1, 0]}', '{"$fraction": [1]}', '{"$decimal": "1.2.3"}', '{"$type": "eval"}', '{"$complex": [1, "2"]}'),
+    *('{"$object": 1}', '{"$keys": [[]]}', '{"$items": [1]}', '{"$fraction": [0.5, 1]}'),
     *('{"$set": {"a": 1}}', '{"$tuple": "ab"}', '{"$dict": [1]}', '{"$int": "x"}'),
 )
 

@@ -120,7 +120,7 @@ class Session(Protocol):
         ...
 
     def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
-        """Calls a function that the cells defined, with plain data; a value that is not plain data is an `error`.
+        """Calls a function that the cells defined, with plain data. How other values come out: see `sandbox.exact_json`.
 
         Args:
             args: a sequence of plain data, or the `exact_json` text of a list or tuple.

@@ -36,14 +36,14 @@ class Case:
         """Whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is wrong."""
         try:
             return self._passes(found)
-        except (OverflowError, ValueError, TypeError, RecursionError):
+        except (ArithmeticError, ValueError, TypeError, RecursionError):
             return False
 
     def _passes(self, found: Any) -> bool:
         if self.rule == "exact":
             return _canonical(found) == _canonical(self.value)
         if self.rule == "near":
-            return type(found) in (int, float) and abs(found - self.value) <= self.tolerance + TOLERANCE_SLACK
+            return not isinstance(found, bool) and abs(found - self.value) <= self.tolerance + TOLERANCE_SLACK
         if self.rule == "equal":
             return bool(found == self.value)
         return bool(found) is (self.rule == "true")

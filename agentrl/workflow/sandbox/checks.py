@@ -102,9 +102,12 @@ class Relay:
         if kwargs:
             raise CannotJudge("they pass an argument that has no place, only a name")
         try:
-            return exact_json.encode(list(args))
+            text = exact_json.encode(list(args))
         except (TypeError, ValueError) as error:
             raise CannotJudge(f"they pass what is no plain data: {error}") from error
+        if exact_json.holds_opaque(text):
+            raise CannotJudge(f"they pass what is no plain data: {', '.join(type(value).__name__ for value in args)}")
+        return text
 
     @staticmethod
     def _plain_copy(value: Any) -> Any:

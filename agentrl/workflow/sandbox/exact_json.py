@@ -1,15 +1,21 @@
-"""Plain data as exact text: the arguments and the value of a call, read the same inside and outside.
+"""Values as exact text: the arguments and the value of a call, read the same inside and outside.
 
 None, booleans, integers, finite floats, strings, lists and dicts with string keys are written as plain JSON. Values that JSON
 cannot tell apart get a tag: `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf),
-`$int` (hex, where it is long), `$bytes` (hex). Types are exact: an object of any other type, even of a subclass of these, is
-refused, so that nothing that comes out of a sandbox brings its own `__eq__` along.
+`$int` (hex, where it is long), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name), and
+`$keys`, `$values`, `$items` of a dict.
+
+An object of a subclass (a Counter, a named tuple, an IntEnum) is written as its base class, read by the base class's own
+methods. Of any other object only its truth value is written (`$object`), and it is read as an `Opaque`, which equals
+nothing but itself. So nothing that comes out of a sandbox brings code along: no `__eq__` that says yes.
 
 This file also runs inside: it imports only the standard library.
 """
 
 import json
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 200
@@ -18,12 +24,24 @@ MAX_CHARACTERS = 1 << 20
 LONG = 1 << 64
 
 
+class Opaque:
+    """An object of which only the truth value is known."""
+
+    __slots__ = ("_truth",)
+
+    def __init__(self, truth: bool) -> None:
+        self._truth = truth
+
+    def __bool__(self) -> bool:
+        return self._truth
+
+
 def encode(value: object) -> str:
-    """Encodes plain data as text.
+    """Encodes a value as text.
 
     Raises:
-        TypeError: something in `value` is not plain data.
         ValueError: `value` nests deeper than 200 levels (or contains itself).
+        Exception: the truth value of an object in it cannot be had.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -41,6 +59,11 @@ def decode(text: str) -> Any:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)
     except (TypeError, RecursionError, AttributeError) as error:
         raise ValueError(f"no plain data: {error}") from error
+
+
+def holds_opaque(text: str) -> bool:
+    """Return whether a value's text holds an object of which only the truth value is written."""
+    return '{"$object":' in text  # in a string the quotation marks are escaped
 
 
 def _tag(value: Any, depth: int) -> Any:
@@ -61,15 +84,35 @@ def _tag(value: Any, depth: int) -> Any:
 def _tag_collection(value: Any, kind: type, depth: int) -> Any:
     if kind is list:
         return [_tag(item, depth) for item in value]
-    if kind is tuple:
-        return {"$tuple": [_tag(item, depth) for item in value]}
+    if kind in _LIST_TAG_OF:
+        return {_LIST_TAG_OF[kind]: [_tag(item, depth) for item in value]}
     if kind is set or kind is frozenset:
         return {f"${kind.__name__}": sorted((_tag(item, depth) for item in value), key=json.dumps)}
     if kind is dict:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _tag(item, depth) for key, item in value.items()}
         return {"$dict": [[_tag(key, depth), _tag(item, depth)] for key, item in value.items()]}
-    raise TypeError(f"{kind.__name__} is no plain data")
+    return _tag_other(value, kind, depth)
+
+
+def _tag_other(value: Any, kind: type, depth: int) -> Any:
+    if kind is type and any(value is known for known in _TYPES.values()):
+        return {"$type": value.__name__}
+    for base, plain_copy in _PLAIN_COPIES.items():
+        if issubclass(kind, base):
+            return _tag(plain_copy(value), depth)
+    if issubclass(kind, complex):
+        return {"$complex": [_tag(complex.real.__get__(value), depth), _tag(complex.imag.__get__(value), depth)]}
+    if issubclass(kind, _loaded_type("fractions", "Fraction")):
+        return {"$fraction": [_tag(value.numerator, depth), _tag(value.denominator, depth)]}
+    if issubclass(kind, decimal := _loaded_type("decimal", "Decimal")):
+        return {"$decimal": decimal.__str__(value)}
+    return {"$object": bool(value)}
+
+
+def _loaded_type(module: str, name: str) -> Any:
+    """Return a type of a module that is loaded, else (): a value of it could not exist."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def _untag(data: Any, depth: int) -> Any:
@@ -82,9 +125,40 @@ def _untag(data: Any, depth: int) -> Any:
     tag = next(iter(data), "")
     if not tag.startswith("$"):
         return {key: _untag(item, depth + 1) for key, item in data.items()}
-    if len(data) != 1 or tag not in _READERS or type(data[tag]) is not (list if tag in _LIST_TAGS else str):
+    if len(data) != 1 or tag not in _READERS or type(data[tag]) is not _READERS[tag][0]:
         raise ValueError(f"{tag!r:.40} is no tag, or holds something else")
-    return _READERS[tag](_untag(data[tag], depth + 1))
+    return _READERS[tag][1](_untag(data[tag], depth + 1))
+
+
+def _complex(parts: list[Any]) -> complex:
+    real, imaginary = parts
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError("a complex number has two floats")
+    return complex(real, imaginary)
+
+
+def _fraction(parts: list[Any]) -> Any:
+    from fractions import Fraction
+
+    numerator, denominator = parts
+    if type(numerator) is not int or type(denominator) is not int or denominator < 1:
+        raise ValueError("a fraction has two integers, the second above 0")
+    return Fraction(numerator, denominator)
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal, InvalidOperation
+
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(f"{text!r:.40} is no decimal number") from error
+
+
+def _type(name: str) -> type:
+    if name not in _TYPES:
+        raise ValueError(f"{name!r:.40} is no type that has a name here")
+    return _TYPES[name]
 
 
 def _special_float(text: str) -> float:
@@ -97,13 +171,44 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
-_LIST_TAGS = ("$tuple", "$set", "$frozenset", "$dict")
-_READERS: dict[str, Any] = {
-    "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$dict": dict,
-    "$float": _special_float,
-    "$int": lambda text: int(text, 16),
-    "$bytes": bytes.fromhex,
+_TYPES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, object, type, type(None))
 }
+_LIST_TAG_OF: dict[type, str] = {
+    tuple: "$tuple",
+    type({}.keys()): "$keys",
+    type({}.values()): "$values",
+    type({}.items()): "$items",
+}
+_PLAIN_COPIES: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    bytearray: lambda value: bytes(bytearray.__getitem__(value, slice(None))),
+    list: lambda value: list.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple.__getitem__(value, slice(None)),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
+}
+"""A base class -> the copy that its own methods make of an object, whatever a subclass says instead."""
+_READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "$tuple": (list, tuple),
+    "$set": (list, set),
+    "$frozenset": (list, frozenset),
+    "$dict": (list, dict),
+    "$keys": (list, lambda keys: dict.fromkeys(keys).keys()),
+    "$values": (list, lambda values: dict(enumerate(values)).values()),
+    "$items": (list, lambda pairs: dict(pairs).items()),
+    "$float": (str, _special_float),
+    "$int": (str, lambda text: int(text, 16)),
+    "$bytes": (str, bytes.fromhex),
+    "$complex": (list, _complex),
+    "$fraction": (list, _fraction),
+    "$decimal": (str, _decimal),
+    "$type": (str, _type),
+    "$object": (bool, Opaque),
+}
+"""A tag -> the type of what stands behind it, and what makes the value of that."""
