@@ -200,7 +200,7 @@ class Trainer:
             # what an agent returns is all that can score rows without references
             keys |= {"env": PLAIN} if weights or (agent is not None and _are_unanswered(train_dataset, keys)) else {}
         if weights:
-            keys["rewards"] = self._unnamed_rewards(keys) | dict(keys.get("rewards", {})) | weights
+            keys["rewards"] = dict(keys.get("rewards", {})) | weights
         return keys
 
     def _acting(self, agent: Any) -> tuple[Any, Any]:
@@ -231,13 +231,6 @@ class Trainer:
                 keys |= {"eval.every": self._keys.get("eval.every", EVAL_EVERY)}
                 keys |= {"eval.split": "train"} if str(named).endswith(".jsonl") and "eval.split" not in self._keys else {}
         return keys
-
-    def _unnamed_rewards(self, keys: Mapping[str, Any]) -> dict[str, float]:
-        """The rewards of the env, which are kept beside the run's own and do not count."""
-        env = keys.get("env")
-        if env is None and "dataset.name" in keys:
-            env = _env_of(keys)
-        return {} if env is None else dict.fromkeys(find("envs", str(env)).rewards, 0.0)
 
     def _submit(self, keys: Mapping[str, Any]) -> str:
         with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.continued_policy import resolve_start, with_origin
-from agentrl.cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.output import Json, say, show, show_json, show_lines, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
@@ -321,10 +321,10 @@ def describe_agent(agent: AgentConfig) -> str:
     return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
 
 
-def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -> str:
+def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -> list[str]:
     named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's own x {cell(float(agent.own_rewards))}"] if agent is not None else []
-    return ", ".join([*named, *own])
+    return [*named, *own]
 
 
 def _describe_update(made: Any) -> dict[str, Any]:
@@ -346,6 +346,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
     planned = submission.episodes
+    rewards = _describe_rewards(submission.weights, config.agent)
     plan = {
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
@@ -353,7 +354,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
         "env": config.env,
         **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
-        "rewards": _describe_rewards(submission.weights, config.agent),
+        "rewards": ", ".join(rewards),
         "algorithm": config.algorithm.name,
         **_describe_update(prepared.experiment),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
@@ -369,4 +370,5 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
     if as_json:
         show_json(plan | {"config": submission.config})
     else:
-        show_table(("plan", ""), list(plan.items()))
+        show_table(("plan", ""), [(key, value) for key, value in plan.items() if key != "rewards"])
+        show_lines([("rewards", "bold"), *((f"  {line}", "") for line in rewards)])  # a table would cut long names

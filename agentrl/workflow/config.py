@@ -396,7 +396,7 @@ class RunConfig(Section):
     iterations: int | None = Field(None, ge=1, le=MOST, description="Its length, instead of epochs")
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
-    rewards: Weights = Field({}, description="Rewards beside the env's, or other weights")
+    rewards: Weights = Field({}, description="The objective; the env's own count only where named [the env's]")
     resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(
         {}, description="Texts that it works with, by name: prompts, system_prompt, tool:NAME"
     )

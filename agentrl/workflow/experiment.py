@@ -68,12 +68,18 @@ class Experiment:
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Reward -> weight: the env's, and the config's, which take the place of the env's of the same name."""
+        """Reward -> weight: the config's, and beside them those of the env with weight 0; if the config has none, the env's."""
         if self.stored_weights is not None:
             return self.stored_weights
         for name in self.config.rewards:
             find("rewards", name)
-        return {**self.env.rewards, **self.config.rewards}
+        return {**dict.fromkeys(self.env.rewards, 0.0), **self.config.rewards} if self.config.rewards else self.env.rewards
+
+    @cached_property
+    def uncounted(self) -> tuple[str, ...]:
+        """The env's own rewards that would count if the config named no others."""
+        named = self.config.rewards
+        return tuple(name for name, weight in self.env.rewards.items() if weight and named and name not in named)
 
     @cached_property
     def judges(self) -> Mapping[str, Judge]:

@@ -81,7 +81,8 @@ def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
     assert made.rewards == {"tests.api.test_trainer:right": 0.5, "format": 2.0}
     assert made.env == "plain"
     named = agentrl.Trainer(rewards=[right], env="arithmetic").config(train_dataset=ROWS)
-    assert named["rewards"] == {"numeric_answer": 0.0, "tests.api.test_trainer:right": 1.0}
+    assert named["rewards"] == {"tests.api.test_trainer:right": 1.0}
+    assert Experiment(build(named)).weights == {"numeric_answer": 0.0, "tests.api.test_trainer:right": 1.0}
     assert (made.update.learning_rate, made.eval.dataset, made.eval.every, made.eval.split) == (0.01, "arithmetic", 10, "test")
     assert [task.reference for task in load_tasks(made.dataset).tasks] == ["1", "2", "3", "4"]
 

@@ -20,7 +20,7 @@ def test_a_part_is_found_when_it_is_asked_for_and_kept() -> None:
 
 def test_a_stored_experiment_scores_by_the_weights_of_its_rows() -> None:
     asked = Experiment(build({"env": "code", "rewards": {"length": 0.5}}))
-    assert asked.weights == {**asked.env.rewards, "length": 0.5}
+    assert asked.weights == {**dict.fromkeys(asked.env.rewards, 0.0), "length": 0.5}
     assert asked.judges.keys() == {"tests_passed", "progress"}
     stored = Experiment.load(asked.config.model_dump(mode="json"), {"length": 2.0})
     assert (stored.config, stored.weights, stored.judges) == (asked.config, {"length": 2.0}, {})

@@ -339,10 +339,21 @@ def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
     flags = ["--dataset", asked["dataset.name"], "--model", asked["model.path"], "--env", "math", "--dry-run", "--json"]
     assert main(["submit", *flags, "--reward", "format=0.5", "--reward", "tool_use"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["rewards"] == "numeric_answer x 1, format x 0.5, tool_use x 1"
+    assert plan["rewards"] == "numeric_answer x 0, format x 0.5, tool_use x 1"
     assert plan["config"]["rewards"] == {"format": 0.5, "tool_use": 1.0}
+    long = f"{HERE}:a_reward_of_a_name_that_no_table_would_show_in_full_on_one_line_of_it"
+    assert (
+        main(["submit", *flags[:-1], "--reward", long, *(f"--reward={name}" for name in ("format", "tool_use", "length"))]) == 0
+    )
+    shown = capsys.readouterr()
+    assert f"  numeric_answer x 0\n  {long} x 1\n  format x 1\n  tool_use x 1\n  length x 1\n" in shown.out
+    assert "recorded and do not count: numeric_answer. To count them: --reward numeric_answer=1" in shown.err
     for wrong in ("format=much", "no_such_reward"):
         assert main(["submit", *flags, "--reward", wrong]) == 2
+
+
+def a_reward_of_a_name_that_no_table_would_show_in_full_on_one_line_of_it(episode: Episode) -> float:
+    return 1.0
 
 
 def test_stored_episodes_were_scored_when_they_were_made(own_database: Database, asked: dict[str, Any]) -> None:

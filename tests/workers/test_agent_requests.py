@@ -198,9 +198,6 @@ def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run(
     assert "sandbox" not in told(**{"agent.name": "cmd:sh"})
     assert "program runs without a sandbox" in told(**{"agent.name": "cmd:sh", "agent.unsafe": True})
     assert told() == ""
-    both = told(agent="json:dumps", rewards={"length": 1.0})
-    assert "The env 'arithmetic' gives" in both
-    assert "beside your rewards; to leave one out: --reward " in both
 
 
 def test_the_tools_of_the_env_are_not_offered_beside_an_agent() -> None:

@@ -118,10 +118,6 @@ def remark_on_agent(made: Experiment) -> Iterator[str]:
     yield "Where a worker is lost the agent begins anew: what its own tools do outside happens again."
     if made.env.tools:
         yield f"The tools of the env {made.config.env!r} are not offered: the agent brings its own."
-    beside = {name: weight for name, weight in made.env.rewards.items() if weight and name not in made.config.rewards}
-    if beside and made.config.rewards:
-        some = next(iter(beside))
-        yield f"The env {made.config.env!r} gives {', '.join(beside)} beside your rewards; to leave one out: --reward {some}=0"
     if asked.own_rewards and not made.weights:
         yield "Nothing else gives rewards: those that the agent returns are the run's."
 

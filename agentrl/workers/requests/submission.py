@@ -235,11 +235,16 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:
-    """A remark if no episode can earn anything.
+    """Remarks on rewards of the env that do not count, and if no episode can earn anything.
 
     Args:
         made: the experiments whose episodes train.
     """
+    for each in made:
+        if each.uncounted:
+            again = " ".join(f"--reward {name}={each.env.rewards[name]:g}" for name in each.uncounted)
+            named = ", ".join(each.uncounted)
+            yield f"Rewards of the env {each.config.env!r} that are recorded and do not count: {named}. To count them: {again}"
     names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
     if names and not any(map(_may_earn, made)):
         yield f"No reward counts ({names}): every episode earns 0, so that there is nothing to learn from."

@@ -1,7 +1,8 @@
 """Rewards: a file here scores an Episode. See `Reward`, `score`, and `Judge` for one that must run what the model wrote.
 
-A run adds some of its own to those of its env, or weighs them anew (`--reward NAME=WEIGHT`). One of your own is a function in
-a file of yours, `--reward mine:polite=0.2`, that returns one number for the episode, or a list with one for each of its steps:
+Rewards that a run names (`--reward NAME=WEIGHT`) are its objective; those of its env that it does not name are recorded with
+weight 0. One of your own is a function in a file of yours, `--reward mine:polite=0.2`, that returns one number for the episode,
+or a list with one for each of its steps:
 
     def polite(episode):
         return [float("please" in step.message.content) for step in episode.steps]
