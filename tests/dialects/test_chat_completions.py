@@ -14,10 +14,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, RequestError, Turn
-from agentrl.workflow.dialects.chat_completions import Events, error_body, models, read, whole
+from agentrl.workflow.dialects.chat_completions import Events, error_body, models, parse_turn, read, whole
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import AUTO
-from agentrl.workflow.trajectory import Message
+from agentrl.workflow.trajectory import Message, ToolCall
 from tests.support.chat_families import FAMILIES, family_tokenizer
 from tests.support.small_models import tokenizer
 
@@ -40,6 +40,7 @@ HOSTILE = (
     "\0",
 )
 PROMPT = tuple(tokenizer().encode("What?"))
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "f")]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def chat() -> Chat:
 
 
 def asking(**fields: Any) -> Ask:
-    return read(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields).encode())
+    return read(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields).encode())
 
 
 def turn_of(chat: Chat, text: str, finish: Any = "stop", top: Any = ()) -> Turn:
@@ -57,7 +58,11 @@ def turn_of(chat: Chat, text: str, finish: Any = "stop", top: Any = ()) -> Turn:
 
 
 def turn_of_ids(chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> Turn:
-    return Turn(chat.parse(ids, thinking=False), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
+    return answering(asking(), chat, ids, finish, top)
+
+
+def answering(ask: Ask, chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> Turn:
+    return Turn(parse_turn(chat, ask, PROMPT, ids), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
 
 
 def answered(ask: Ask, turns: Sequence[Turn], chat: Chat) -> ChatCompletion:
@@ -118,6 +123,44 @@ def test_a_call_that_cannot_be_read_stays_text(chat: Chat) -> None:
     assert found.message.content == "<tool_call>\n{bad}\n</tool_call>"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_text_is_cut_from_the_reply_and_its_tokens_stay(chat: Chat, stream: bool) -> None:
+    ids = chat.tokenizer.encode("one two three", add_special_tokens=False)
+    for stop, left in (
+        ("two", "one"),
+        (["three", "e t"], "on"),
+        ("one", ""),
+        ("four", "one two three"),
+        (["two", "w"], "one t"),
+    ):
+        ask = asking(stop=stop, stream=stream, return_token_ids=True)
+        turn = answering(ask, chat, ids)
+        assert turn.message.content == left
+        if stream:
+            assert told(chunks(streamed(ask, [turn], chat)))["content"] == left
+        else:
+            choice = whole(ask, [turn], PROMPT, "r", 1, chat)["choices"][0]
+            assert (choice["message"]["content"], choice["token_ids"], choice["finish_reason"]) == (left, list(ids), "stop")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_call_of_a_tool_that_was_not_offered_is_text(family: str) -> None:
+    """In every family's own way of writing calls: with tool_choice none, without tools, and beside other tools."""
+    made = Chat(family_tokenizer(family), AUTO)
+    calling = Message("assistant", "Look:", tool_calls=(ToolCall("add", {"a": 1}),))
+    ids = made.turn(calling, TOOLS)
+    offered = answered(asking(), [answering(asking(), made, ids)], made).choices[0]
+    assert (offered.finish_reason, len(offered.message.tool_calls or ())) == ("tool_calls", 1)
+    others: Any = ({"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tools": TOOLS[1:]})
+    for fields in others:
+        ask = asking(**fields)
+        turn = answering(ask, made, ids)
+        choice = answered(ask, [turn], made).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert "add" in (choice.message.content or "")
+        assert told(chunks(streamed(ask, [turn], made)))["content"] == choice.message.content
+
+
 def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> None:
     ask = asking(logprobs=True, top_logprobs=1, return_token_ids=True)
     plain = turn_of(chat, "Hi")
@@ -147,13 +190,14 @@ def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
     assert said["finish"] == whole(asking(), [turn], PROMPT, "r", 1, chat)["choices"][0]["finish_reason"]
 
 
-@given(st.lists(st.integers(0, 600), max_size=40))
+@given(st.lists(st.integers(0, 600), max_size=40), st.lists(st.sampled_from(("e", "th", "er\n", "\ufffd", "1")), max_size=3))
 @hypothesis_settings(max_examples=200)
-def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int]) -> None:
+def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int], stop: list[str]) -> None:
     made = Chat(tokenizer())
     ids = [token % len(made.tokenizer) for token in ids]
-    turn = turn_of_ids(made, ids)
-    said = told(chunks(streamed(asking(stream=True), [turn], made)))
+    ask = asking(stream=True, stop=stop)
+    turn = answering(ask, made, ids)
+    said = told(chunks(streamed(ask, [turn], made)))
     assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought)
 
 
@@ -169,8 +213,11 @@ def test_in_every_family_a_stream_of_hostile_tokens_says_what_the_whole_reply_sa
     ]
     for _ in range(300):
         ids = [token for _ in range(drawn.randrange(12)) for token in drawn.choice(kinds)()]
-        turn = turn_of_ids(made, ids)
-        said = told(chunks(streamed(asking(stream=True), [turn], made)))
+        ask = asking(
+            stream=True, tools=drawn.choice(([], TOOLS)), stop=drawn.choice(([], ["</think>"], ["f(", "_call>", "漢é"]))
+        )
+        turn = answering(ask, made, ids)
+        said = told(chunks(streamed(ask, [turn], made)))
         assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought), ids
 
 

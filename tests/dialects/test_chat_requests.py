@@ -4,13 +4,17 @@ import json
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.workflow.dialects import Ask, RequestError
 from agentrl.workflow.dialects.chat_completions import error_body, read
 from agentrl.workflow.trajectory import Message, ToolCall
 
 HELLO = {"role": "user", "content": "Hello"}
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
 
 FIRST = "messages[0].tool_calls[0].function"
 
@@ -94,6 +98,29 @@ def test_tools_that_must_not_be_called_are_not_offered() -> None:
 def test_a_schema_keeps_all_but_what_only_a_constrained_sampler_could_do() -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
     assert asked(tools=[strict]).tools == (ADD,)
+
+
+@pytest.mark.parametrize("left_out", [{"parameters"}, {"description"}, {"parameters", "description"}], ids=sorted)
+def test_a_function_without_optional_fields_reads_as_one_that_has_them_empty(left_out: set[str]) -> None:
+    whole = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    bare = {name: value for name, value in whole.items() if name not in left_out}
+    for function in (
+        bare,
+        bare | dict.fromkeys(left_out),
+        bare | {"parameters": {}},
+        bare | {"parameters": {"type": "object"}},
+    ):
+        (tool,) = asked(tools=[{"type": "function", "function": function}]).tools
+        assert tool["function"] == whole
+
+
+def test_a_template_that_reads_every_field_of_a_function_renders_one_with_a_name_alone() -> None:
+    source = (
+        "{% for tool in tools %}{% set f = tool.function %}{{ '// ' + f.description }} {{ f.name }}: {{ f.parameters.type }}"
+        "{% for name, value in f.parameters.properties.items() %}{{ name }}{% endfor %}{% endfor %}"
+    )
+    tools = asked(tools=[{"type": "function", "function": {"name": "now"}}]).tools
+    assert ImmutableSandboxedEnvironment().from_string(source).render(tools=tools) == "//  now: object"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ class Server(httpx.MockTransport):
         self.asked: list[Ask] = []
         ids = tuple(chat.tokenizer.encode(text, add_special_tokens=False))
         top = tuple(((token, -0.5), (9, -0.7)) for token in ids)
-        self.turn = Turn(chat.parse(ids, thinking=False), Completion(ids, (-0.5,) * len(ids), finish, 0.1), top)
+        self.turn = Turn(
+            chat.parse(ids, [ADD], False, offered_only=True), Completion(ids, (-0.5,) * len(ids), finish, 0.1), top
+        )
         self._chat = chat
 
     def _answer(self, request: httpx.Request) -> httpx.Response:

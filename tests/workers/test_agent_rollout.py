@@ -109,6 +109,34 @@ def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database
     assert value(db, "SELECT count(*) FROM events WHERE kind = 'sampling_asked'") == 1
 
 
+def test_a_turn_that_a_clients_stop_string_ended_is_continued_token_for_token(db: Database) -> None:
+    stopped = tuple(CHAT.tokenizer.encode("#### 42 minus", add_special_tokens=False))
+    policy = Policy(stopped, ANSWER)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        first = ask(stage, key, [QUESTION], stop=["min"])
+        more = [QUESTION, {"role": "assistant", "content": first.said}, user("and?")]
+        second = ask(stage, key, more, stop=["min"])
+        assert (first.said, second.said) == ("#### 42", "#### 42")
+        one, two = episode_of(db, 1).steps
+    assert (one.message.content, one.sampled_ids) == ("#### 42", stopped)
+    assert (two.chain, two.parent, two.new_row) == (0, 0, None)
+    assert policy.requests[1].prompt_ids == one.prompt_ids + stopped + two.prompt_ids
+
+
+def test_a_call_is_recorded_only_if_its_tool_was_offered(db: Database) -> None:
+    with staged(Stage(db, group_of(db), Policy(ASK).engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            choice = whole(ask(stage, key, [QUESTION], **body))["choices"][0]
+            assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+            assert "6*7" in choice["message"]["content"]
+        assert value(db, "SELECT count(*) FROM tool_calls") == 0
+        again = [QUESTION, {"role": "assistant", "content": choice["message"]["content"]}, user("in words?")]
+        ask(stage, key, again)
+        assert [step.parent for step in episode_of(db, 1).steps][2] in (0, 1)
+
+
 def test_what_came_of_the_agents_own_calls_is_observed_from_its_next_request(db: Database) -> None:
     policy = Policy(ASK, ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:

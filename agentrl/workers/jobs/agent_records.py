@@ -8,6 +8,7 @@ from agentrl.workers.jobs.agent_turns import TOP, AgentTurn, EpisodeTurns, choic
 from agentrl.workflow.chains import EQUAL
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.dialects.chat_completions import parse_turn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.inference.agent_draft import AgentDraft
 from agentrl.workflow.store.agent_steps import CallStep
@@ -71,7 +72,7 @@ class AgentRecords:
 
     def _step(self, turn: AgentTurn, turns: EpisodeTurns, choice: int, done: Completion, beside: bool) -> Step:
         draft = turn.draft
-        message = self.chat.parse(done.token_ids, turn.ask.tools, self.chat.leaves_thought_open(draft.context))
+        message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
         refused = tuple(_refusal(made) for made in message.tool_calls)
         return Step(
             index=len(turns.lines.steps),

@@ -8,11 +8,12 @@ that nothing the model wrote is lost. Calls that cannot be read are:
 - a call that is longer, deeper or has longer numbers than the limits of `call_json`, which are checked before anything is
   decoded into a value that would be slow to compare or to store;
 - a call that begins inside an unclosed `<think>`. Inside a closed one, a call is thought, and does not count;
-- a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`).
+- a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`);
+- under `offered_only`, a call of a tool that was not offered. If none was offered, all text is content and there are no calls.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from agentrl.workflow.call_json import Unreadable, unreadable_call
 from agentrl.workflow.tool_formats import Schema, ToolFormat
@@ -26,11 +27,16 @@ THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
 
 IN_THOUGHT = f"a call inside a {THINK} that is not closed is not made; write {END_THINK} first, then the call"
+NOT_OFFERED = "the tool {!r} was not offered; its call is not made"
 TOO_MANY = f"a turn may have {MAX_CALLS} calls, not more; what follows them was not read"
 
 
 def parse_text(
-    text: str, tool_format: ToolFormat = hermes, tools: Sequence[Schema] = (), thinking: bool | None = None
+    text: str,
+    tool_format: ToolFormat = hermes,
+    tools: Sequence[Schema] = (),
+    thinking: bool | None = None,
+    offered_only: bool = False,
 ) -> Message:
     """The assistant's message that a sampled text (without its end-of-turn token) spells.
 
@@ -38,14 +44,20 @@ def parse_text(
 
     Args:
         thinking: whether the prompt ended inside of a thought; None: it did if the text closes one that it did not open.
+        offered_only: only calls of `tools` are calls; the text of others stays in the content.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
+    if offered_only and not tools:
+        return Message("assistant", (rest or "").strip(), thought=thought.strip())
+    offered = {str(tool["function"]["name"]) for tool in tools} if offered_only else None
     calls = [] if rest is not None else _lost_calls(thought, tool_format)
-    content = _content(rest or "", tool_format, tools, calls)
+    content = _content(rest or "", tool_format, tools, calls, offered)
     return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
 
 
-def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall]) -> str:
+def _content(
+    text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall], offered: Set[str] | None
+) -> str:
     """The text without its calls, which are appended to `calls`."""
     kept, at = [], 0
     think, call = _THINK.search(text), tool_format.begins.search(text)
@@ -58,6 +70,7 @@ def _content(text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls:
             kept.append(text[at:end])
         else:
             made, end = _read_calls(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
+            made = _check_offered(made, offered)
             calls += made
             kept.append(text[at : end if made[-1].error is not None else call.start()])
         at = end
@@ -76,6 +89,12 @@ def _read_calls(
     except Unreadable as error:
         return (unreadable_call(error.why if most > 0 else TOO_MANY),), max(error.end, at + 1)
     return (calls if 0 < len(calls) <= most else (unreadable_call(TOO_MANY),)), end
+
+
+def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:
+    """The calls, or one that cannot be read if one of them is of a tool that was not offered; their text is one."""
+    others = [call.name for call in calls if offered is not None and call.error is None and call.name not in offered]
+    return (unreadable_call(NOT_OFFERED.format(others[0][:100])),) if others else calls
 
 
 def _split_thought(text: str, tool_format: ToolFormat, thinking: bool | None) -> tuple[str, str | None]:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.workflow.chat.parsing import THINK, parse_text
-from agentrl.workflow.chat.stop_strings import Spelling, Stops
+from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, legacy_manner, manner_of
 from agentrl.workflow.chat.text_length import check_length
@@ -172,17 +172,26 @@ class Chat:
         made = tuple(call for call in message.tool_calls if call.error is None)
         return found.tool_calls == made and message.content.strip() in found.content
 
-    def parse(self, sampled_ids: Sequence[int], tools: Sequence[Schema] = (), thinking: bool | None = None) -> Message:
+    def parse(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[Schema] = (),
+        thinking: bool | None = None,
+        stop: Sequence[str] = (),
+        offered_only: bool = False,
+    ) -> Message:
         """The message that the sampled ids spell; no ids raise an error.
 
         Args:
             tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
             thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: as the ids have it.
+            stop: texts before the first of which the message ends; the ids go on through it.
+            offered_only: only calls of `tools` are calls; the text of others stays in the content.
         """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
             ids.pop()
-        return parse_text(self.decode(ids), self.manner.tool_format, tools, thinking)
+        return parse_text(cut_at_stop(self.decode(ids), stop), self.manner.tool_format, tools, thinking, offered_only)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""

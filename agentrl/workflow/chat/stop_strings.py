@@ -5,6 +5,8 @@ every id stands for some bytes (`Spelling`), and the token that brings a string'
 character never begin inside another, the result is the same as that of a search in the decoded text.
 
 Nothing is remembered between tokens: the answer depends on the turn's ids alone, however they were sampled.
+
+The tokens of a stop string stay in the turn. A client that asked for it gets the text before it (`cut_at_stop`, `StopCut`).
 """
 
 import json
@@ -91,6 +93,46 @@ class Stops:
             at -= 1
         new = len(tail) - len(last)
         return any(tail.find(string, max(0, new - len(string) + 1)) >= 0 for string in self._strings)
+
+
+def cut_at_stop(text: str, strings: Sequence[str]) -> str:
+    """Return the text before the stop string that is complete first; all of it if there is none."""
+    ends = [(start + len(string), start) for string in strings if (start := text.find(string)) >= 0]
+    return text[: min(ends)[1]] if ends else text
+
+
+class StopCut:
+    """Cuts a text that comes in pieces as `cut_at_stop` cuts all of it.
+
+    It holds back what may be the beginning of a stop string.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._waiting = ""
+        self._is_over = False
+
+    def take(self, piece: str) -> str:
+        """Return the text that this piece makes certain."""
+        if self._is_over:
+            return ""
+        self._waiting += piece
+        before = cut_at_stop(self._waiting, self._strings)
+        self._is_over = len(before) < len(self._waiting)
+        if self._is_over:
+            return before
+        held = max((overlap(before, string) for string in self._strings), default=0)
+        certain, self._waiting = before[: len(before) - held], before[len(before) - held :]
+        return certain
+
+    def rest(self) -> str:
+        """Return the text that was held back, once no piece follows."""
+        return "" if self._is_over else self._waiting
+
+
+def overlap(text: str, string: str) -> int:
+    """Return how many letters at the end of the text may be the beginning of the string."""
+    return next((size for size in range(min(len(string) - 1, len(text)), 0, -1) if string.startswith(text[-size:])), 0)
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:

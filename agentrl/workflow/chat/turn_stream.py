@@ -13,6 +13,7 @@ from typing import Literal
 import regex
 
 from agentrl.workflow.chat.parsing import END_THINK, THINK
+from agentrl.workflow.chat.stop_strings import overlap
 from agentrl.workflow.tool_formats import ToolFormat
 from agentrl.workflow.trajectory import Message
 
@@ -32,12 +33,13 @@ class TurnStream:
     """Takes a turn's text as it comes.
 
     Args:
-        tool_format: how its calls are written.
+        tool_format: how its calls are written; `None` if no tool was offered, so that all text is content.
         thinking: whether the prompt left a thought open, which the turn goes on with.
     """
 
-    def __init__(self, tool_format: ToolFormat, thinking: bool = False) -> None:
-        self._begins = _with_partial_matches(tool_format.begins.pattern, tool_format.begins.flags)
+    def __init__(self, tool_format: ToolFormat | None, thinking: bool = False) -> None:
+        begins = None if tool_format is None else tool_format.begins
+        self._begins = None if begins is None else _with_partial_matches(begins.pattern, begins.flags)
         self._state: Literal["tag", "start", "thought", "content", "over"] = "tag" if thinking else "start"
         self._waiting = ""
         self._before = ""  # a letter of the content that was told: patterns for the turn's beginning match nowhere else
@@ -74,7 +76,7 @@ class TurnStream:
         if tag:
             self._state, self._waiting = "content", after
             return thought
-        kept = _overlap(thought, END_THINK)
+        kept = overlap(thought, END_THINK)
         self._waiting = thought[len(thought) - kept :]
         return thought[: len(thought) - kept]
 
@@ -83,7 +85,8 @@ class TurnStream:
         if len(self._waiting) < self._look_at:
             return ""
         before = len(self._before)
-        found = self._begins.search(self._before + self._waiting, before, partial=True)
+        text = self._before + self._waiting
+        found = None if self._begins is None else self._begins.search(text, before, partial=True)
         end = len(self._waiting) if found is None else found.start() - before
         if found is not None and not found.partial:
             self._state = "over"
@@ -113,11 +116,6 @@ class _Stripped:
 def _pieces(kind: Literal["thought", "content"], text: str) -> Iterator[Piece]:
     if text:
         yield Piece(kind, text)
-
-
-def _overlap(text: str, tag: str) -> int:
-    """How many letters at the end of the text may be the beginning of the tag."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0)
 
 
 @cache

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.chat.letters import Letters
+from agentrl.workflow.chat.stop_strings import StopCut
 from agentrl.workflow.chat.turn_stream import Piece, TurnStream
 from agentrl.workflow.dialects import Ask, RequestError, Turn
 from agentrl.workflow.dialects.chat_requests import read
@@ -20,7 +21,7 @@ from agentrl.workflow.trajectory import Message
 if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
-__all__ = ["Events", "error_body", "models", "read", "whole"]
+__all__ = ["Events", "error_body", "models", "parse_turn", "read", "whole"]
 
 Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
@@ -36,6 +37,12 @@ def whole(
     choices = [_choice(ask, turn, number, request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, request_id, created) | {"choices": choices, "usage": _usage(prompt_ids, turns)}
     return reply | ({"prompt_token_ids": list(prompt_ids)} if ask.token_ids else {})
+
+
+def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
+    """Return the message that a turn's tokens spell to the client: cut before its stop string, with calls of offered tools."""
+    thinking = chat.leaves_thought_open(prompt_ids)
+    return chat.parse(sampled_ids, ask.tools, thinking, stop=ask.stop, offered_only=True)
 
 
 def models(names: Sequence[str] | str, created: int = 0) -> dict[str, Any]:
@@ -63,7 +70,7 @@ class Events:
         self._ask, self._prompt_ids, self._request_id, self._chat = ask, prompt_ids, request_id, chat
         self._head = _head("chat.completion.chunk", ask, request_id, created)
         self._thinking = chat.leaves_thought_open(prompt_ids)
-        self._choices: dict[int, tuple[Letters, TurnStream]] = {}
+        self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
 
     def begin(self) -> bytes:
         """The first event of each choice, which says whose turn it is."""
@@ -73,16 +80,16 @@ class Events:
 
     def token(self, choice: int, token: int) -> bytes:
         """The events of the next token of a choice; none while it may yet belong to something else."""
-        letters, stream = self._stream(choice)
-        events = [self._event(choice, _delta(piece)) for piece in stream.take(letters.take(token))]
+        letters, cut, stream = self._stream(choice)
+        events = [self._event(choice, _delta(piece)) for piece in stream.take(cut.take(letters.take(token)))]
         if self._ask.token_ids:
             events.append(self._event(choice, {}, {"token_ids": [token]}))
         return b"".join(events)
 
     def end(self, choice: int, turn: Turn) -> bytes:
         """The events of what is left of a choice: the rest of its text, its calls, why it ended."""
-        letters, stream = self._stream(choice)
-        pieces = [*stream.take(letters.rest()), *stream.rest(turn.message)]
+        letters, cut, stream = self._stream(choice)
+        pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
         events = [self._event(choice, _delta(piece)) for piece in pieces]
         for number, call in enumerate(_calls(turn.message, self._request_id, choice)):
             events.append(self._event(choice, {"tool_calls": [{"index": number, **call}]}))
@@ -97,9 +104,10 @@ class Events:
             return DONE
         return _spelled(self._head | {"choices": [], "usage": _usage(self._prompt_ids, turns)}) + DONE
 
-    def _stream(self, choice: int) -> tuple[Letters, TurnStream]:
+    def _stream(self, choice: int) -> tuple[Letters, StopCut, TurnStream]:
         if choice not in self._choices:
-            self._choices[choice] = Letters(self._chat), TurnStream(self._chat.manner.tool_format, self._thinking)
+            stream = TurnStream(self._chat.manner.tool_format if self._ask.tools else None, self._thinking)
+            self._choices[choice] = Letters(self._chat), StopCut(self._ask.stop), stream
         return self._choices[choice]
 
     def _event(self, choice: int, delta: Mapping[str, Any], more: Fields = NOTHING, root: Fields = NOTHING) -> bytes:

@@ -5,6 +5,7 @@ nothing is swallowed. What a reply gives (`reasoning`, calls, ids) is understood
 """
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from agentrl.workflow.call_json import decode_json
@@ -36,6 +37,8 @@ IGNORED = (
     *("reasoning_effort", "verbosity", "request_id", "priority", "function_call", "prediction", "include_reasoning"),
 )
 """Fields that change no token here."""
+NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
+"""What a function without `parameters` takes. Templates read both keys, so one that is missing is filled in."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -138,10 +141,17 @@ def _tool(tool: Fields) -> Schema:
     if not function.text("name", MAX_NAME):
         raise function.error("name", "it is missing")
     function.text("description")
-    function.object("parameters")
+    parameters = _with_defaults(function.object("parameters").values, NO_PARAMETERS)
     # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
     kept = {name: value for name, value in function.values.items() if name != "strict" and value is not None}
+    kept = _with_defaults(kept, {"description": "", "parameters": {}}) | {"parameters": parameters}
     return {"type": "function", "function": clean_tree(tool, "function", kept)}
+
+
+def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in their order, then the defaults of those that are missing or null: templates may write them in order."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return given | {name: value for name, value in defaults.items() if name not in given}
 
 
 # messages
