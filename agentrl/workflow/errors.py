@@ -37,6 +37,14 @@ class AgentRLError(Exception):
         return [f"{type(self).__name__}: {self.message}", *([f"  {self.hint}"] if self.hint else [])]
 
 
+def raised_in(error: BaseException) -> str:
+    """Return the function and line where an error was raised: all that a log may say of it where values may hold a key."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}" if trace is not None else "?"
+
+
 def join_faults(*faults: AgentRLError) -> AgentRLError:
     """Combine several errors of a request, each with its hint, into one of the class of the first."""
     first, *more = faults

@@ -115,7 +115,10 @@ def test_a_run_that_is_closed_is_done_with_all_that_is_in_it(database: Database)
 def test_the_run_of_a_process_that_is_gone_is_ended_by_the_next(database: Database) -> None:
     lost, alive = served(database, lease=-1.0), served(database)
     episode = opened(database, lost)
+    assert served_runs.find_lost_runs(database, LEASE) == {lost.id}
+    assert served_runs.end_lost_runs(database, LEASE, {alive.id}) == []
     assert served_runs.end_lost_runs(database, LEASE) == [lost.name]
+    assert served_runs.find_lost_runs(database, LEASE) == set()
     status, error = rows(database, f"SELECT status, error FROM episodes WHERE id = {episode.id}")[0]
     assert (status, error) == ("infra_error", "the process that served it (host:1) is gone")
     assert rows(database, f"SELECT status FROM runs WHERE name = '{alive.name}'") == [("running",)]

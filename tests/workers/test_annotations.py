@@ -75,6 +75,31 @@ def emit(served: Served, key: str, *said: Any) -> httpx2.Response:
     return httpx2.post(f"{served.url}/v1/annotations", content=sent, headers=headers, timeout=30)
 
 
+def test_annotations_that_are_none_are_taken(stage: Stage, served: Served) -> None:
+    _, key = began(stage)
+    answer = emit(served, key)
+    assert (answer.status_code, answer.json()) == (200, {"annotations": 0})
+    assert value(stage.db, "SELECT count(*) FROM annotations") == 0
+
+
+def test_an_error_of_the_sampling_server_is_logged_and_has_the_shape_of_the_api(
+    stage: Stage, served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("a key that no log may hold")
+
+    _, key = began(stage)
+    monkeypatch.setattr("agentrl.workers.jobs.sampling_server.add_annotations", fail)
+    answer = emit(served, key, ONE)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    monkeypatch.setattr(stage.driver, "take", fail)
+    reply = ask(stage, sampling_key(key), [QUESTION])
+    assert (reply.status, reply.code) == (500, "internal_error")
+    logged = [record.getMessage() for record in caplog.records if record.name == "agentrl.sampling_server"]
+    assert [said.partition(":")[0] for said in logged] == ["a request failed"] * 2
+    assert all("KeyError in fail:" in said and "no log may hold" not in said for said in logged)
+
+
 SAYS = """
 import subprocess, sys
 import agentrl

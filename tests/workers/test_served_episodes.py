@@ -91,6 +91,16 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, error: Exce
     monkeypatch.setattr(target, name, fails)
 
 
+def test_another_servers_run_is_ended_at_the_second_look_that_finds_its_lease_over(stage: Stage) -> None:
+    config = serve_config(build({"model.path": "tiny"}), None, {})
+    submission = serve_submission(stage.db, config, PolicyRef("tiny", "hash"), "", None)
+    served_runs.open_run(stage.db, submission, "host:2/b", -1.0)
+    stage.db.write(lambda tx: tx.execute(text("UPDATE iterations SET lease_until = 0")))  # also this server's own: it slept
+    for statuses in (["running", "running"], ["running", "done"], ["running", "done"]):
+        stage.episodes._end_lost_runs()
+        assert [status for (status,) in stage.rows("SELECT status FROM runs ORDER BY id")] == statuses
+
+
 AWAY = ServiceError("The database does not answer.", "Start it.")
 
 

@@ -7,7 +7,7 @@ threads that serve, and are answered through futures.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -107,6 +107,7 @@ class ServedEpisodes:
     """How the client of an open episode ended it, until all rows say so."""
     _ended: dict[int, Future[None]] = field(default_factory=dict)
     _lost_groups: set[Fence] = field(default_factory=set)
+    _lost_runs: Set[int] = frozenset()
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class ServedEpisodes:
     # in the thread
 
     def _work(self) -> None:
-        looked = forgot = time.monotonic()
+        looked = ended = forgot = time.monotonic()
         while not (self._closing.is_set() and not self._orders):
             events = take_events(self._inbox, gathers=len(self._rollouts) > 1 or self._may_gather)
             while self._orders:
@@ -154,6 +155,9 @@ class ServedEpisodes:
             if time.monotonic() - looked > POLL_SECONDS:
                 self._try(self._look)
                 looked = time.monotonic()
+            if time.monotonic() - ended > settings().lease_seconds:
+                self._try(self._end_lost_runs)
+                ended = time.monotonic()
             if time.monotonic() - forgot > FORGET_SECONDS:
                 self._try(partial(served_runs.forget_old, self.db))
                 forgot = time.monotonic()
@@ -167,6 +171,15 @@ class ServedEpisodes:
             self._take_up(opened)
         for episode in list(self._ending):
             self._write_end(self._opened[episode])
+
+    def _end_lost_runs(self) -> None:
+        """Ends the runs of servers that are gone, if their leases were over at the last look already.
+
+        One look is not enough: after a machine's sleep the leases of all live servers are over until each has renewed its own.
+        """
+        lost = served_runs.find_lost_runs(self.db, settings().lease_seconds) - {self.run.id}
+        served_runs.end_lost_runs(self.db, settings().lease_seconds, lost & self._lost_runs)
+        self._lost_runs = lost
 
     @property
     def _may_gather(self) -> bool:

@@ -26,7 +26,7 @@ from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.agents.keys import key_hash, sampling_key
-from agentrl.workflow.errors import ServiceError
+from agentrl.workflow.errors import ServiceError, raised_in
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.spans import otlp, span_annotations
 from agentrl.workflow.store.endpoint_reads import Place
@@ -161,7 +161,7 @@ class Endpoint:
         except ClientGone:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
-            log.error("a call failed: %s in %s", type(error).__name__, _place_of(error))
+            log.error("a call failed: %s in %s", type(error).__name__, raised_in(error))
             await exchange.refuse(api_errors.internal())
 
     async def _answer(self, scope: dict[str, Any], exchange: Exchange) -> None:
@@ -361,11 +361,3 @@ def _headers_for_worker(key: str, headers: dict[bytes, bytes]) -> Headers:
         (b"x-agentrl-created", str(int(time.time())).encode()),
         (b"x-agentrl-retry", retry if retry.isdigit() and len(retry) <= 3 else b"0"),
     ]
-
-
-def _place_of(error: BaseException) -> str:
-    """The function and line where an error was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}" if trace is not None else "?"

@@ -4,11 +4,12 @@ The process holds the lease of the run's only iteration. Every episode is a grou
 any episode has that an agent decides: its agent is the client, which ends by a call, by silence, or with the process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, Select, delete, select, update
 
 from agentrl.workflow.errors import ConflictError, Fenced
 from agentrl.workflow.store.agent_attempts import lose_agents
@@ -126,11 +127,26 @@ def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
     _end(tx, run.id, "cancelled", reason)
 
 
-@transaction
-def end_lost_runs(tx: Connection, lease_seconds: float) -> list[str]:
-    """Ends the runs whose process is gone without a word, and their open episodes as infra_error; returns the runs' names."""
+@read_transaction
+def find_lost_runs(tx: Connection, lease_seconds: float) -> set[int]:
+    """Return the runs of the kind `serve` that are running and whose lease is over."""
+    return {row.id for row in tx.execute(_lost_runs(lease_seconds))}
+
+
+def _lost_runs(lease_seconds: float) -> Select[Any]:
     lost = select(_RUNS.id, _RUNS.name, _ITERATIONS.worker).join(schema.iterations, _ITERATIONS.run_id == _RUNS.id)
-    lost = lost.where(_RUNS.kind == "serve", _RUNS.status == "running", is_lease_free(_ITERATIONS.lease_until, lease_seconds))
+    return lost.where(_RUNS.kind == "serve", _RUNS.status == "running", is_lease_free(_ITERATIONS.lease_until, lease_seconds))
+
+
+@transaction
+def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
+    """End the runs whose process is gone without a word, and their open episodes as infra_error; return the runs' names.
+
+    Args:
+        only: the runs that may be ended; None: all.
+    """
+    lost = _lost_runs(lease_seconds)
+    lost = lost if only is None else lost.where(_RUNS.id.in_(only))
     found = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()
     for row in found:
         said = f"the process that served it ({row.worker.partition('/')[0]}) is gone"
