@@ -33,6 +33,11 @@ def a_list(task: Any, llm: Any) -> list[str]:
     return ["a list is nothing"]
 
 
+def exits(task: Any, llm: Any) -> None:
+    print("no license", flush=True)
+    os._exit(3)
+
+
 def raises(task: Any, llm: Any) -> None:
     raise ValueError("no such luck")
 

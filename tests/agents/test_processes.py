@@ -103,7 +103,8 @@ def test_an_agent_over_its_time_is_ended() -> None:
 def test_an_agent_that_prints_without_end_is_ended_and_its_tail_is_kept() -> None:
     report = ran("prints")
     assert (report.error_class, report.output[:10]) == ("output", "x" * 10)
-    assert len(report.output) <= 4000
+    assert "bytes are left out]" in report.output
+    assert len(report.output) <= 6100
 
 
 def test_an_agent_that_takes_too_much_memory_is_ended() -> None:
@@ -243,6 +244,20 @@ def test_a_program_leaves_its_answer_in_a_file(tmp_path: Path) -> None:
 def test_a_program_that_fails_is_told_by_its_exit_code(tmp_path: Path) -> None:
     report = program(tmp_path, "import sys; sys.exit('lost')")
     assert (report.exit_code, report.error_class, report.output) == (1, "exit", "lost\n")
+    assert report.error == "it ended with exit code 1: lost"
+
+
+def test_a_program_that_fails_quotes_the_last_lines_of_its_output(tmp_path: Path) -> None:
+    report = program(tmp_path, "print('one\\n' * 9, '\\x1b[31mkey\\x1b[0m and\\x07', flush=True); 1 / 0", keys=["key"])
+    first, *more = report.error.splitlines()
+    assert first == "it ended with exit code 1: ZeroDivisionError: division by zero"
+    assert (more[0], more[-1], len(more)) == ("The last lines of its output:", "ZeroDivisionError: division by zero", 6)
+    assert "[the attempt's key] and\ufffd" in report.output
+
+
+def test_a_function_whose_process_exits_quotes_its_output_too() -> None:
+    report = ran("exits")
+    assert (report.exit_code, report.error) == (3, "its process ended before it returned: no license")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def outside(data: Database) -> str:
     data.write(lambda tx: [tx.execute(text(OUTSIDE[1])), tx.execute(text(OUTSIDE[2]), {"no": False})])
     first, second = (episode.id for episode in work.episodes)
     ends = [
-        Outcome(first, "done", "agent_error", 1.0, {"numeric_answer": 1.0}, "42"),
+        Outcome(first, "done", "agent_error", 1.0, {"numeric_answer": 1.0}, "42", "RuntimeError", "RuntimeError: boom\n\x1b[2Jowned"),
         Outcome(second, "failed", error_class="AgentError", error="KeyError: 'x'\n\x1b[2Jowned"),
     ]
     rollout_claims.finish_episodes(data, work.fence, ends, work.reward_set, work.weights)
@@ -90,12 +90,13 @@ def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pyt
     listed = agentrl(capsys, "episodes", "outside")
     assert "agent_error" in listed
     assert "error: KeyError: 'x'" in listed
+    assert "error: RuntimeError: boom" in listed
     only = agentrl(capsys, "episodes", "outside", "--stop-reason", "agent_error")
     assert "agent_error" in only
     assert "failed" not in only
     assert "'agent_error'" in agentrl(capsys, "episodes", "--stop-reason", "agnt_error", code=2)
     assert "KeyError: 'x'" in agentrl(capsys, "why", str(int(outside) + 1))
-    assert "iteration" in agentrl(capsys, "why", outside)
+    assert "its agent ended badly: RuntimeError: boom" in agentrl(capsys, "why", outside)
 
 
 def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -365,9 +365,12 @@ def test_how_an_agent_ends_decides_how_its_episode_does(db: Database, name: str)
         assert ask(stage, key, [QUESTION]).status in (409, 421)
     record = episode_of(db, 1)
     assert (record.status, record.stop_reason, record.final_answer) == expected
+    words = value(db, "SELECT error_class || ': ' || error FROM episodes")
     if record.status == "failed":
-        assert value(db, "SELECT error_class FROM episodes") == "AgentError"
+        assert words.startswith("AgentError: ")
         assert record.error
+    else:
+        assert words == f"{said.get('error_class', '')}: {said.get('error', '')}"
 
 
 def test_a_turn_that_was_cut_ends_its_episode_as_max_tokens(db: Database) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,8 +53,8 @@ class Place:
         """What the warm interpreter has to have imported; empty for a program."""
         return "" if self.command else asked.name
 
-    def order(self, asked: AgentConfig, task: AgentTask) -> Order:
-        """The order for the guardian."""
+    def order(self, asked: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
+        """The order for the guardian, which keeps the `keys` out of what it reports of the agent's output."""
         return Order(
             command=self.command,
             environment=self.environment,
@@ -67,6 +67,7 @@ class Place:
             memory_mb=asked.memory_mb,
             processes=asked.processes,
             output_bytes=asked.output_bytes,
+            keys=list(keys),
         )
 
 

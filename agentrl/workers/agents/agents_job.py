@@ -14,6 +14,7 @@ from logging import getLogger
 
 from agentrl.workers.agents import agent_programs, called_agents, processes
 from agentrl.workers.agents.guardian import KILLED, Report
+from agentrl.workers.agents.kept_output import hide_keys
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY
@@ -31,7 +32,6 @@ from agentrl.workflow.store.agent_attempts import AgentEnd, AgentWork
 from agentrl.workflow.trajectory import Message
 
 log = getLogger("agentrl.agents")
-HIDDEN = "[the attempt's key]"
 URL_SECONDS = 60.0
 """How long an agent waits for an endpoint to come up."""
 
@@ -96,13 +96,9 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentE
         heartbeat().drop_agent(work.id, claim)
     if report is None:
         return None
-    return _without_key(_without_key(AgentEnd(**asdict(report)), llm.api_key), emit_key)
-
-
-def _without_key(end: AgentEnd, key: str) -> AgentEnd:
-    """What an agent said, but for its key, which no row holds."""
-    answer = None if end.answer is None else end.answer.replace(key, HIDDEN)
-    return replace(end, answer=answer, error=end.error.replace(key, HIDDEN), output=end.output.replace(key, HIDDEN))
+    end, known = AgentEnd(**asdict(report)), (llm.api_key, emit_key)
+    answer = None if end.answer is None else hide_keys(end.answer, known)
+    return replace(end, answer=answer, error=hide_keys(end.error, known))
 
 
 def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
@@ -119,7 +115,7 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
         return called_agents.run(asked, task, llm, emit_key, is_stopped)
     with agent_programs.placed(asked, task, llm, work.config, emit_key) as place:
         faultpoint("agent.started")
-        return processes.run(place.order(asked, task), place.spec(asked), is_stopped)
+        return processes.run(place.order(asked, task, [llm.api_key, emit_key]), place.spec(asked), is_stopped)
 
 
 def message_dict(message: Message) -> dict[str, str]:

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any
 
-from agentrl.workers.agents.guardian import TAIL, WORDS, Report
+from agentrl.workers.agents.guardian import WORDS, Report
+from agentrl.workers.agents.kept_output import KeptOutput
 from agentrl.workflow import emitters
 from agentrl.workflow.agents import LLM, AgentTask, read_result
 from agentrl.workflow.agents.classes import as_function
@@ -38,7 +39,9 @@ def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped
             told.answer, told.rewards = read.answer, None if read.rewards is None else dict(read.rewards)
         except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
             told.error_class, told.error = type(error).__name__[:100], f"{type(error).__name__}: {error}"[:WORDS]
-            told.output = "".join(traceback.format_exception(error))[-TAIL:]
+            output = KeptOutput([llm.api_key, emit_key])
+            output.add("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+            told.output = output.text()
 
     thread = threading.Thread(target=call, name=f"agent {task.key}"[:60], daemon=True)
     thread.start()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.workers.agents import domain
+from agentrl.workers.agents.kept_output import KeptOutput, add_last_lines
 from agentrl.workflow.agents import LLM, AgentTask, read_result
 
 LENGTH = struct.Struct("<Q")
@@ -33,8 +34,6 @@ KILLED = "killed"
 """The error class of an agent that something outside of it killed: no doing of its own."""
 MOST_RESULT = 1 << 20
 """Bytes of what an agent may return."""
-TAIL = 4000
-"""Bytes of its output that are kept."""
 MOST_FILES_BYTES = 1 << 30
 """What a program may write into its folder, and in one file half of it."""
 MOST_FOLDERS = 10_000
@@ -59,6 +58,7 @@ class Order:
         answer_file: where a program may leave its answer; empty for a function.
         files: what it may write into; empty for a function, which writes where it likes.
         task, llm: what a function is given.
+        keys: texts that no output may show.
     """
 
     command: list[str]
@@ -72,6 +72,7 @@ class Order:
     memory_mb: int
     processes: int
     output_bytes: int
+    keys: list[str] = field(default_factory=list)
 
     @property
     def is_boxed(self) -> bool:
@@ -140,9 +141,11 @@ class _Watch:
 
     order: Order
     connection: socket.socket
-    _output: bytearray = field(default_factory=bytearray)
+    _output: KeptOutput = field(init=False)
     _result: bytearray = field(default_factory=bytearray)
-    _printed: int = 0
+
+    def __post_init__(self) -> None:
+        self._output = KeptOutput(self.order.keys)
 
     def run(self, function: Callable[..., Any] | None) -> Report:
         output, output_in = os.pipe()
@@ -174,7 +177,7 @@ class _Watch:
             now = time.monotonic()
             if now > deadline:
                 return "timeout", f"it ran for more than {self.order.timeout_seconds:g} s (agent.timeout_seconds)"
-            if self._printed > self.order.output_bytes:
+            if self._output.size > self.order.output_bytes:
                 return "output", f"it printed more than {self.order.output_bytes} bytes (agent.output_bytes)"
             if now - looked > LOOK_SECONDS:
                 looked = now
@@ -201,9 +204,7 @@ class _Watch:
     def _take(self, ready: Sequence[Any], output: int, result: int) -> None:
         if output in ready:
             data = os.read(output, 1 << 16)
-            self._printed += len(data)
-            self._output += data
-            del self._output[:-TAIL]
+            self._output.add(data)
             if not data:
                 time.sleep(LOOK_SECONDS / 20)
         if result in ready and len(self._result) <= MOST_RESULT:
@@ -215,18 +216,19 @@ class _Watch:
         for pipe in (output, result):
             os.set_blocking(pipe, False)
             while time.monotonic() < deadline:
-                before = self._printed, len(self._result)
+                before = self._output.size, len(self._result)
                 with suppress(BlockingIOError):
                     self._take([pipe], output, result)
-                if before == (self._printed, len(self._result)):
+                if before == (self._output.size, len(self._result)):
                     break
             os.close(pipe)
 
     def _report(self, over: tuple[str, str], status: int) -> Report:
-        report = Report(status, *over, output=self._output.decode("utf-8", "backslashreplace"))
+        report = Report(status, *over, output=self._output.text())
         if status == -signal.SIGKILL and not report.error_class:
             report.error_class, report.error = KILLED, "somebody killed it, or the kernel for want of memory"
         if report.error_class:
+            report.error = add_last_lines(report.error, report.output)
             return report
         try:
             said = _said(self.order, bytes(self._result))
@@ -235,6 +237,8 @@ class _Watch:
         if status and not said.get("error_class"):
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
             said = {"error_class": "exit", "error": f"it ended with {how}"}
+        if said.get("error_class") == "exit":  # a function that raised has words of its own
+            said["error"] = add_last_lines(said["error"], report.output)
         for name, value in said.items():
             setattr(report, name, value)
         return report

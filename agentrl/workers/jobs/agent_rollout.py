@@ -329,6 +329,7 @@ class AgentRollout:
             if end.answer is not None:
                 episode = self.recorder.episodes[number] = replace(episode, answer=end.answer)
             self.recorder.own_rewards[number] = end.rewards or {}
+            self.recorder.agent_errors[number] = (end.error_class, end.error)
             judged = judge_end(episode, end)
             if isinstance(judged, Outcome):
                 failures.append(judged)

@@ -30,7 +30,8 @@ from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, Too
 class EpisodeRecorder:
     """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
     end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count, as
-    those that agents and tools emit, where the run has no others, or `counts_own`; `of_agents` says that such agents decide.
+    those that agents and tools emit, where the run has no others, or `counts_own`; `of_agents` says that such agents decide,
+    and `agent_errors` how they ended badly: (error class, error), both empty where they did not.
     """
 
     db: Database
@@ -44,6 +45,7 @@ class EpisodeRecorder:
     own_rewards: dict[int, Mapping[str, float]] = field(default_factory=dict)
     counts_own: bool = False
     of_agents: bool = False
+    agent_errors: dict[int, tuple[str, str]] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(init=False)
     _judged: dict[int, tuple[Episode, tuple[str, ...]]] = field(default_factory=dict)
     _says_waiting: bool = False
@@ -143,7 +145,7 @@ class EpisodeRecorder:
         """Ends these episodes with their rewards."""
         if not outcomes:
             return
-        outcomes = [replace(outcome, of_agent=self.of_agents) for outcome in outcomes]
+        outcomes = [self._of_agent(outcome) if self.of_agents else outcome for outcome in outcomes]
         finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         self._report_going_on()
         for outcome in outcomes:
@@ -152,6 +154,13 @@ class EpisodeRecorder:
                 self.on_end(episode)
         if finished.iteration is not None:
             self.iteration_ready = finished.iteration
+
+    def _of_agent(self, outcome: Outcome) -> Outcome:
+        """The outcome with what its agent said when it ended badly, unless the episode failed for another reason."""
+        error_class, error = self.agent_errors.get(outcome.episode, ("", ""))
+        if outcome.error_class:
+            error_class, error = outcome.error_class, outcome.error
+        return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
         """Records an event on what the calls wait for; the next observation or end records that they go on."""

@@ -197,10 +197,10 @@ def _end_lines(record: Any) -> Iterator[Line]:
     yield "", ""
     outcome = row["stop_reason"] or row["error_class"] or "not over"
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
-    if row["error"]:
-        yield f"  {one_line(row['error'], 1000)}", "red"
-    elif record.agent_error:
+    if row["status"] == "done" and record.agent_error:
         yield f"  the agent ended with: {one_line(record.agent_error, 1000)}", "red"
+    elif row["error"]:
+        yield f"  {one_line(row['error'], 1000)}", "red"
     if record.agent_output.strip():
         yield "  the agent printed:", "bold"
         yield _indent(record.agent_output.strip()), "dim"

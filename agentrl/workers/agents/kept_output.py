@@ -1,0 +1,71 @@
+"""What an agent printed, as its row keeps it: the beginning and the end of long output, without its keys.
+
+Keys are replaced before anything is cut, so that no part of one is left at a cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentrl.workflow.runtime.shown_text import clean
+
+HIDDEN = "[the attempt's key]"
+HEAD_BYTES, TAIL_BYTES = 2000, 4000
+MAX_LINES, MAX_LINE_CHARS = 5, 300
+"""The last lines of the output that an error quotes."""
+
+
+def hide_keys(text: str, keys: Sequence[str]) -> str:
+    """Return the text with `HIDDEN` in place of each key."""
+    for key in keys:
+        text = text.replace(key, HIDDEN) if key else text
+    return text
+
+
+@dataclass
+class KeptOutput:
+    """Output that comes in pieces.
+
+    Args:
+        keys: texts that are not kept.
+
+    Attributes:
+        size: how many bytes came.
+    """
+
+    keys: Sequence[str]
+    size: int = 0
+    _head: bytearray = field(default_factory=bytearray)
+    _tail: bytearray = field(default_factory=bytearray)
+
+    def add(self, data: bytes) -> None:
+        """Keep what belongs to the beginning or the end."""
+        self.size += len(data)
+        self._head += data[: HEAD_BYTES + self._margin - len(self._head)]
+        self._tail += data
+        del self._tail[: -(TAIL_BYTES + self._margin)]
+
+    def text(self) -> str:
+        """Return the output, or its beginning and its end with a line between them that says how many bytes are left out."""
+        before_tail = self.size - len(self._tail)
+        if before_tail <= len(self._head):
+            return self._shown(self._head[:before_tail] + self._tail)
+        # A key at the cut was not found whole. It is shorter than the margin, which goes now.
+        head = self._shown(self._head)[: -self._margin or None]
+        tail = self._shown(self._tail)[self._margin :]
+        return f"{head}\n[{self.size - HEAD_BYTES - TAIL_BYTES} bytes are left out]\n{tail}"
+
+    @property
+    def _margin(self) -> int:
+        return max((len(key) for key in self.keys), default=0)
+
+    def _shown(self, data: bytes | bytearray) -> str:
+        return clean(hide_keys(data.decode("utf-8", "replace"), self.keys))
+
+
+def add_last_lines(error: str, output: str) -> str:
+    """Return the error with the last line of the output behind it, and a few lines before that one below it."""
+    lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
+    if not lines:
+        return error
+    more = "\n".join(["", "The last lines of its output:", *lines]) if len(lines) > 1 else ""
+    return f"{error}: {lines[-1]}{more}"
