@@ -48,7 +48,9 @@ def outside(data: Database) -> str:
     data.write(lambda tx: [tx.execute(text(OUTSIDE[1])), tx.execute(text(OUTSIDE[2]), {"no": False})])
     first, second = (episode.id for episode in work.episodes)
     ends = [
-        Outcome(first, "done", "agent_error", 1.0, {"numeric_answer": 1.0}, "42", "RuntimeError", "RuntimeError: boom\n\x1b[2Jowned"),
+        Outcome(
+            first, "done", "agent_error", 1.0, {"numeric_answer": 1.0}, "42", "RuntimeError", "RuntimeError: boom\n\x1b[2Jowned"
+        ),
         Outcome(second, "failed", error_class="AgentError", error="KeyError: 'x'\n\x1b[2Jowned"),
     ]
     rollout_claims.finish_episodes(data, work.fence, ends, work.reward_set, work.weights)

@@ -1,7 +1,7 @@
 """A request of `/v1/chat/completions`, read.
 
-Fields that change nothing here are taken. Fields that would change the turn are honoured, or refused in the API's own shape:
-nothing is swallowed. What a reply gives (`reasoning`, calls, ids) is understood when it comes back with the history.
+`request_fields` says which fields are honoured, accepted without effect, or refused in the API's own shape. What a reply gives
+(`reasoning`, calls, ids) is understood when it comes back with the history.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ from agentrl.workflow.call_json import decode_json
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
+from agentrl.workflow.dialects.request_fields import CALL, CALL_FUNCTION, FUNCTION, MESSAGE, PART, REQUEST, STREAM_OPTIONS, TOOL
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -21,22 +22,6 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
 MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
-HONOURED = (
-    *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stop", "max_tokens", "max_completion_tokens"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "return_token_ids", "stream"),
-    *("stream_options", "chat_template_kwargs", "response_format"),
-)
-NEUTRAL = {
-    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "min_tokens": 0},
-    **{"logit_bias": {}, "modalities": ["text"], "functions": [], "echo": False, "ignore_eos": False, "use_beam_search": False},
-    **{"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False, "best_of": 1},
-}
-"""Fields that would change the turn -> the value with which they do not."""
-IGNORED = (
-    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-    *("reasoning_effort", "verbosity", "request_id", "priority", "function_call", "prediction", "include_reasoning"),
-)
-"""Fields that change no token here."""
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 """What a function without `parameters` takes. Templates read both keys, so one that is missing is filled in."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
@@ -50,8 +35,7 @@ def read(body: bytes) -> Ask:
         RequestError: 400, naming the field.
     """
     fields = Fields(load_object(body))
-    fields.refuse_others((*HONOURED, *NEUTRAL, *IGNORED))
-    _check_neutral(fields)
+    REQUEST.check(fields)
     count = fields.integer("n", 1, MAX_CHOICES) or 1
     stream = fields.flag("stream")
     logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
@@ -72,18 +56,6 @@ def read(body: bytes) -> Ask:
         top_logprobs=top,
         token_ids=fields.flag("return_token_ids"),
     )
-
-
-def _check_neutral(fields: Fields) -> None:
-    for name, neutral in NEUTRAL.items():
-        value = fields.values.get(name)
-        if value is not None and value != neutral:
-            raise fields.error(name, "this model's sampling does not know it; leave it out", "unsupported_parameter")
-    kind = fields.object("response_format").text("type", MAX_NAME)
-    if kind not in ("", "text"):
-        raise fields.error("response_format", "only {'type': 'text'} is known here", "unsupported_value")
-    if fields.values.get("parallel_tool_calls") not in (None, True):
-        raise fields.error("parallel_tool_calls", "the number of calls cannot be held down; leave it out", "unsupported_value")
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
@@ -112,9 +84,7 @@ def _includes_usage(fields: Fields, stream: bool) -> bool:
     options = fields.object("stream_options")
     if not stream:
         raise fields.error("stream_options", "it needs stream: true")
-    options.refuse_others(("include_usage", "include_obfuscation", "continuous_usage_stats"))
-    if options.flag("continuous_usage_stats"):
-        raise options.error("continuous_usage_stats", "only include_usage is known here", "unsupported_value")
+    STREAM_OPTIONS.check(options)
     return options.flag("include_usage")
 
 
@@ -135,15 +105,17 @@ def _tools(fields: Fields) -> tuple[Schema, ...]:
 def _tool(tool: Fields) -> Schema:
     if tool.text("type", MAX_NAME) != "function":
         raise tool.error("type", "only tools of the type function are known here")
+    TOOL.check(tool)
     if not tool.has("function"):
         raise tool.error("function", "it is missing")
     function = tool.object("function")
     if not function.text("name", MAX_NAME):
         raise function.error("name", "it is missing")
+    FUNCTION.check(function)
     function.text("description")
     parameters = _with_defaults(function.object("parameters").values, NO_PARAMETERS)
     # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
-    kept = {name: value for name, value in function.values.items() if name != "strict" and value is not None}
+    kept = {name: value for name, value in function.values.items() if name in FUNCTION.honoured}
     kept = _with_defaults(kept, {"description": "", "parameters": {}}) | {"parameters": parameters}
     return {"type": "function", "function": clean_tree(tool, "function", kept)}
 
@@ -167,6 +139,7 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
         role = message.text("role", MAX_NAME)
         if role not in ROLES:
             raise message.error("role", f"it must be one of {', '.join(ROLES)}")
+        MESSAGE.check(message)
         if role == "tool":
             place, result = _result(message, calls, len(results))
             results[place] = result
@@ -198,15 +171,15 @@ def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int
 
 def _turn(message: Fields) -> tuple[Message, list[str]]:
     """An assistant's turn, and the ids of its calls."""
-    if message.has("function_call") or message.has("audio"):
-        raise message.error("function_call" if message.has("function_call") else "audio", "it is not known here")
     thought = message.text("reasoning") or message.text("reasoning_content")
     content = _content(message) if message.has("content") else message.text("refusal")
     ids, calls = [], []
     for call in message.objects("tool_calls", MAX_CALLS):
         if call.text("type", MAX_NAME) not in ("", "function"):
             raise call.error("type", "only calls of functions are known here")
+        CALL.check(call)
         function = call.object("function")
+        CALL_FUNCTION.check(function)
         name = function.text("name", MAX_NAME)
         if not name:
             raise function.error("name", "it is missing")
@@ -243,4 +216,5 @@ def _parts(message: Fields) -> Iterator[str]:
         kind = part.text("type", MAX_NAME)
         if kind not in ("text", "refusal"):
             raise part.error("type", f"{kind[:40]!r} is not known here: the policy reads text alone", "unsupported_value")
+        PART.check(part)
         yield part.text("text" if kind == "text" else "refusal")

@@ -5,7 +5,7 @@ Nothing here trusts a value: its size is bounded before it is compared or kept, 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,11 +139,9 @@ class Fields:
             raise self.error(name, "it holds an empty text, or none at all")
         return tuple(found)
 
-    def refuse_others(self, known: Iterable[str]) -> None:
-        """Refuses fields that are not among the known ones, as the API does."""
-        for name in self.values.keys() - set(known):
-            if self.values[name] is not None:
-                raise RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
+    def unknown_error(self, name: str) -> RequestError:
+        """The error of a field that nobody knows, in the API's words."""
+        return RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
 
     def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:
         return self.error(name, f"it must be {wanted}, not {_kind(value)}")

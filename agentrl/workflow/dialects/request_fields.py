@@ -1,0 +1,130 @@
+"""Which fields a request of `/v1/chat/completions` may have, object by object, and what becomes of each.
+
+A field is honoured, accepted without effect, or refused; one that is not named here is refused, as the API does. A refused
+field may have a value with which it asks for nothing: that value is accepted. `docs/how-to.md` shows `table()`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.workflow.dialects.fields import Fields
+
+UNSUPPORTED = "it is not supported; leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """The fields of one kind of object.
+
+    Args:
+        honoured: they do what the API says; the code that reads them checks their values.
+        ignored: accepted without effect, since they change no token here.
+        refused: field -> the values that are accepted all the same.
+        hints: what to do instead of a refused field, where there is something.
+    """
+
+    honoured: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, fields: Fields) -> None:
+        """Check that the object has no other fields than these, and none that is refused. A null is a missing field.
+
+        Raises:
+            RequestError: 400, naming the field.
+        """
+        for name, value in fields.values.items():
+            if value is None or name in self.honoured or name in self.ignored:
+                continue
+            if name not in self.refused:
+                raise fields.unknown_error(name)
+            if value not in self.refused[name]:
+                raise fields.error(name, self.hints.get(name, UNSUPPORTED), "unsupported_parameter")
+
+
+REQUEST = FieldRules(
+    honoured=(
+        *("messages", "model", "tools", "tool_choice", "n", "stop", "max_tokens", "max_completion_tokens", "temperature"),
+        *("top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options"),
+        "chat_template_kwargs",
+    ),
+    ignored=(
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options", "reasoning_effort", "reasoning", "include_reasoning", "verbosity"),
+        *("prediction", "request_id", "session_id", "priority", "timeout", "usage", "provider", "route", "models", "trace"),
+        *("cache_prompt", "id_slot", "keep_alive"),
+    ),
+    refused={
+        **{"parallel_tool_calls": (True,), "response_format": ({"type": "text"},), "functions": ([],)},
+        **{"function_call": ("auto", "none"), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+        **{"length_penalty": (1,), "typical_p": (1,), "logit_bias": ({},), "min_tokens": (0,), "best_of": (1,)},
+        **{"use_beam_search": (False,), "ignore_eos": (False,), "stop_token_ids": ([],), "bad_words": ([],)},
+        **{"include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "return_tokens_as_token_ids": (False,)},
+        **{"echo": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,), "modalities": (["text"],)},
+        **{"audio": (), "web_search_options": (), "structured_outputs": (), "guided_json": (), "guided_regex": ()},
+        **{"guided_choice": (), "guided_grammar": (), "thinking": (), "enable_thinking": (), "chat_template": ()},
+        **{"documents": ([],), "plugins": ([],), "transforms": ([],)},
+    },
+    hints={
+        "parallel_tool_calls": "the number of calls cannot be limited; leave it out",
+        "response_format": "only {'type': 'text'} is supported",
+        "functions": "functions are sent as tools here; send them as tools",
+        "thinking": "send the option of the model's template instead, in chat_template_kwargs",
+        "enable_thinking": "send it in chat_template_kwargs",
+    },
+)
+STREAM_OPTIONS = FieldRules(
+    honoured=("include_usage",),
+    ignored=("include_obfuscation",),
+    refused={"continuous_usage_stats": (False,)},
+    hints={"continuous_usage_stats": "only include_usage is supported"},
+)
+MESSAGE = FieldRules(
+    honoured=("role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"),
+    ignored=(
+        *("name", "id", "annotations", "cache_control", "metadata", "parsed", "reasoning_details", "thinking_blocks"),
+        *("provider_specific_fields", "is_error", "status"),
+    ),
+    refused={"function_call": (), "audio": (), "images": ([],), "prefix": (False,)},
+    hints={"function_call": "functions are sent as tools here; send tool_calls"},
+)
+PART = FieldRules(
+    honoured=("type", "text", "refusal"), ignored=("cache_control", "annotations", "id", "prompt_cache_breakpoint")
+)
+CALL = FieldRules(
+    honoured=("id", "type", "function"),
+    ignored=("index", "cache_control", "extra_content", "provider_specific_fields", "thought_signature"),
+)
+CALL_FUNCTION = FieldRules(
+    honoured=("name", "arguments"), ignored=("parsed_arguments", "provider_specific_fields", "thought_signature")
+)
+TOOL = FieldRules(honoured=("type", "function"), ignored=("cache_control", "strict", "defer_loading"))
+FUNCTION = FieldRules(honoured=("name", "description", "parameters", "return"), ignored=("strict", "cache_control"))
+
+OBJECTS: Mapping[str, FieldRules] = {
+    "the request": REQUEST,
+    "`stream_options`": STREAM_OPTIONS,
+    "`messages[]`": MESSAGE,
+    "`messages[].content[]`, of type `text` or `refusal`": PART,
+    "`messages[].tool_calls[]`": CALL,
+    "`messages[].tool_calls[].function`": CALL_FUNCTION,
+    "`tools[]`": TOOL,
+    "`tools[].function`": FUNCTION,
+}
+
+
+def table() -> str:
+    """Return the rules as a table in Markdown."""
+    rows = ["| in | honoured | accepted without effect | refused, unless the value is |", "|---|---|---|---|"]
+    for name, rules in OBJECTS.items():
+        refused = [f"`{key}`{_values(values)}" for key, values in rules.refused.items()]
+        cells = [", ".join(f"`{key}`" for key in keys) for keys in (rules.honoured, rules.ignored)]
+        rows.append(f"| {name} | {cells[0]} | {cells[1]} | {', '.join(refused)} |")
+    return "\n".join(rows)
+
+
+def _values(values: tuple[Any, ...]) -> str:
+    return f" ({' or '.join(f'`{json.dumps(value)}`' for value in values)})" if values else ""
