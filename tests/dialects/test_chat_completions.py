@@ -13,7 +13,7 @@ from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
 from agentrl.workflow.dialects.chat_completions import Events, error_body, models, parse_turn, read, whole
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import AUTO
@@ -40,6 +40,7 @@ HOSTILE = (
     "\0",
 )
 PROMPT = tuple(tokenizer().encode("What?"))
+HEAD = ReplyHead(PROMPT, "ab" * 16, 1700000000, "fp_1", 2)
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "f")]
 
 
@@ -66,11 +67,11 @@ def answering(ask: Ask, chat: Chat, ids: Sequence[int], finish: Any = "stop", to
 
 
 def answered(ask: Ask, turns: Sequence[Turn], chat: Chat) -> ChatCompletion:
-    return ChatCompletion.model_validate(whole(ask, turns, PROMPT, "ab" * 16, 1700000000, chat), strict=True)
+    return ChatCompletion.model_validate(whole(ask, turns, HEAD, chat), strict=True)
 
 
 def streamed(ask: Ask, turns: Sequence[Turn], chat: Chat) -> bytes:
-    events = Events(ask, PROMPT, "ab" * 16, 1700000000, chat)
+    events = Events(ask, HEAD, chat)
     said = [events.begin()]
     for choice, turn in enumerate(turns):
         said += [events.token(choice, token) for token in turn.completion.token_ids]
@@ -105,6 +106,20 @@ def test_a_turn_is_a_completion(chat: Chat) -> None:
     assert (found.choices[0].message.content, found.choices[0].finish_reason) == ("Hello!", "stop")
     assert found.usage is not None
     assert found.usage.total_tokens == len(PROMPT) + found.usage.completion_tokens
+    assert found.usage.prompt_tokens_details is not None
+    assert (found.system_fingerprint, found.usage.prompt_tokens_details.cached_tokens) == ("fp_1", 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_tokens_of_the_thought(chat: Chat, stream: bool) -> None:
+    for text, thought in (("<think>hm</think>Yes", "<think>hm</think>"), ("<think>no end", "<think>no end"), ("Yes", "")):
+        ask = asking(stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+        turn = turn_of(chat, text)
+        usage = chunks(streamed(ask, [turn], chat))[-1].usage if stream else answered(ask, [turn], chat).usage
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        wanted = len(chat.tokenizer.encode(thought, add_special_tokens=False))
+        assert usage.completion_tokens_details.reasoning_tokens == wanted
 
 
 def test_calls_have_ids_of_their_own_and_are_read_again_from_the_history(chat: Chat) -> None:
@@ -139,7 +154,7 @@ def test_stop_text_is_cut_from_the_reply_and_its_tokens_stay(chat: Chat, stream:
         if stream:
             assert told(chunks(streamed(ask, [turn], chat)))["content"] == left
         else:
-            choice = whole(ask, [turn], PROMPT, "r", 1, chat)["choices"][0]
+            choice = whole(ask, [turn], HEAD, chat)["choices"][0]
             assert (choice["message"]["content"], choice["token_ids"], choice["finish_reason"]) == (left, list(ids), "stop")
 
 
@@ -165,7 +180,7 @@ def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> Non
     ask = asking(logprobs=True, top_logprobs=1, return_token_ids=True)
     plain = turn_of(chat, "Hi")
     turn = turn_of(chat, "Hi", top=(((9, -0.1), (8, -0.2)),) * len(plain.completion.token_ids))
-    found = whole(ask, [turn], PROMPT, "ab" * 16, 1, chat)
+    found = whole(ask, [turn], HEAD, chat)
     assert found["prompt_token_ids"] == list(PROMPT)
     assert found["choices"][0]["token_ids"] == list(turn.completion.token_ids)
     spelled = answered(ask, [turn], chat).choices[0].logprobs
@@ -173,7 +188,7 @@ def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> Non
     assert spelled.content is not None
     assert b"".join(bytes(one.bytes or ()) for one in spelled.content) == b"Hi"
     assert [(len(one.top_logprobs), one.logprob) for one in spelled.content] == [(1, -0.5)] * len(spelled.content)
-    assert "prompt_token_ids" not in whole(asking(), [turn], PROMPT, "ab" * 16, 1, chat)
+    assert "prompt_token_ids" not in whole(asking(), [turn], HEAD, chat)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +197,12 @@ def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> Non
 )
 def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
     turn = turn_of(chat, text)
-    message = whole(asking(), [turn], PROMPT, "r", 1, chat)["choices"][0]["message"]
+    message = whole(asking(), [turn], HEAD, chat)["choices"][0]["message"]
     said = told(chunks(streamed(asking(stream=True), [turn], chat)))
     assert said["content"] == (message["content"] or "")
     assert said["reasoning"] == said["reasoning_content"] == message.get("reasoning", "")
     assert said["calls"] == [call["function"] for call in message.get("tool_calls", [])]
-    assert said["finish"] == whole(asking(), [turn], PROMPT, "r", 1, chat)["choices"][0]["finish_reason"]
+    assert said["finish"] == whole(asking(), [turn], HEAD, chat)["choices"][0]["finish_reason"]
 
 
 @given(st.lists(st.integers(0, 600), max_size=40), st.lists(st.sampled_from(("e", "th", "er\n", "\ufffd", "1")), max_size=3))
@@ -263,5 +278,5 @@ def test_models_are_listed_as_the_api_lists_them() -> None:
 
 
 def test_an_empty_thought_and_no_calls_leave_no_field(chat: Chat) -> None:
-    message = whole(asking(), [Turn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], PROMPT, "r", 1, chat)
+    message = whole(asking(), [Turn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], HEAD, chat)
     assert set(message["choices"][0]["message"]) == {"role", "content", "refusal"}

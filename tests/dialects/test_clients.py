@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_openai import ChatOpenAI
 
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
 from agentrl.workflow.dialects.chat_completions import Events, error_body, read, whole
 from agentrl.workflow.engines import Completion
 from tests.support.small_models import tokenizer
@@ -29,6 +29,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
 USER: Any = {"role": "user", "content": "x"}
 PROMPT = (5, 6, 7)
+HEAD = ReplyHead(PROMPT, "ab" * 16, 1700000000, "fp_1", 2)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +58,11 @@ class Server(httpx.MockTransport):
         self.asked.append(ask)
         turns = [self.turn] * ask.count
         if not ask.stream:
-            return httpx.Response(200, json=whole(ask, turns, PROMPT, "ab" * 16, 1700000000, self._chat))
+            return httpx.Response(200, json=whole(ask, turns, HEAD, self._chat))
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=b"".join(self._stream(ask, turns)))
 
     def _stream(self, ask: Ask, turns: list[Turn]) -> Iterator[bytes]:
-        events = Events(ask, PROMPT, "ab" * 16, 1700000000, self._chat)
+        events = Events(ask, HEAD, self._chat)
         yield events.begin()
         for choice, turn in enumerate(turns):
             for token in turn.completion.token_ids:

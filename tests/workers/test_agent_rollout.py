@@ -92,7 +92,8 @@ def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database
         key = run_agent(db, 1)
         first = ask(stage, key, [QUESTION], temperature=0.1)
         more = [QUESTION, {"role": "assistant", "content": first.said}, user("and 6*8?")]
-        second = ask(stage, key, more)
+        second, again = (ask(stage, key, more, request="again") for _ in range(2))
+        assert again.body == second.body
         assert (first.said, second.said) == ("#### 42", "#### 48")
         end_agent(stage, 1)
         stage.over()
@@ -101,6 +102,9 @@ def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database
     one, two = record.steps
     assert (one.sampled_ids, two.sampled_ids) == (ANSWER, OTHER)
     assert (one.chain, one.parent, two.chain, two.parent, two.shared) == (0, ROOT, 0, 0, None)
+    cached = [reply.document["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in (first, second, again)]
+    assert cached == [0, *[len(one.prompt_ids) + len(ANSWER)] * 2]
+    assert first.document["system_fingerprint"] == second.document["system_fingerprint"]
     assert two.prompt == (Message("user", "and 6*8?"),)
     assert [request.prompt_ids for request in policy.requests] == [one.prompt_ids, one.prompt_ids + ANSWER + two.prompt_ids]
     assert policy.requests[0].temperature == 1.0

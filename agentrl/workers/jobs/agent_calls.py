@@ -14,11 +14,12 @@ from agentrl.workflow.dialects import Ask, RequestError, Turn
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The call is sampled, or was: its prompt, and by what its reply is known."""
+    """The call is sampled, or was: its prompt, by what its reply is known, and how many tokens an earlier turn has."""
 
     prompt_ids: tuple[int, ...]
     request_id: str
     created: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

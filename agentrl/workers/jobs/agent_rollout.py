@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from logging import getLogger
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Left, Refused
@@ -33,7 +34,7 @@ from agentrl.workflow.store.agent_holds import AgentState
 from agentrl.workflow.store.agent_steps import CallStep, RequestMark
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
-from agentrl.workflow.trajectory import Episode, Step, StopReason
+from agentrl.workflow.trajectory import Episode, PolicyRef, Step, StopReason
 
 log = getLogger("agentrl.agent_rollout")
 
@@ -67,6 +68,7 @@ class AgentRollout:
         config = self.experiment.config
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
+        self.fingerprint = fingerprint_of(self.work.policy)
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -196,7 +198,7 @@ class AgentRollout:
         self._mark(call, turns, marks, delivered=True)
         turns.given[marks[0].request_id] = call
         call.answered = marks[0].request_id
-        call.tell(Accepted(prompt, marks[0].request_id, created))
+        call.tell(Accepted(prompt, marks[0].request_id, created, len(prompt) - len(stored[0].prompt_ids)))
         call.tell(Answered(tuple(turn_of(step, mark.asked) for step, mark in zip(stored, marks, strict=True))))
 
     def _begin(self, call: AgentCall, turns: EpisodeTurns) -> None:
@@ -373,6 +375,11 @@ class AgentRollout:
     def _release(self, episode: Episode) -> None:
         """The episode has ended."""
         self._drop(episode.id)
+
+
+def fingerprint_of(policy: PolicyRef) -> str:
+    """Return what replies call the weights of a policy: the same for the same weights, and nothing that opens anything."""
+    return f"fp_{sha256('/'.join(policy.weights).encode()).hexdigest()[:10]}"
 
 
 def _is_lost(state: AgentState) -> bool:

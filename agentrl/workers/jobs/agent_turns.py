@@ -87,7 +87,8 @@ class AgentTurn:
 
     def join(self, call: AgentCall) -> None:
         """Lets the call wait for this turn, too, from its first token on."""
-        call.tell(Accepted(self.draft.context, self.call.request_id, self.call.created))
+        cached = len(self.draft.context) - len(self.draft.prompt_ids)
+        call.tell(Accepted(self.draft.context, self.call.request_id, self.call.created, cached))
         with self._lock:
             for choice, tokens in enumerate(self._heard):
                 for token in tokens:

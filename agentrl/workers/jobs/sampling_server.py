@@ -25,7 +25,7 @@ from agentrl.workers.stack.process import database
 from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.annotations import Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, RequestError, chat_completions
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, chat_completions
 from agentrl.workflow.errors import ConflictError, ServiceError, StateError, raised_in
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
@@ -57,6 +57,7 @@ class Holder(Protocol):
 
     chat: Chat
     model: str
+    fingerprint: str
 
     def take(self, call: AgentCall) -> None:
         """Puts the call where it is answered."""
@@ -210,20 +211,16 @@ async def _reply(exchange: "Exchange", holder: Holder, ask: Ask, said: "asyncio.
         raise accepted.error
     if not isinstance(accepted, Accepted):
         raise _not_here()
+    head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
     if ask.stream:
-        await _stream(exchange, chat_completions.Events(ask, accepted.prompt_ids, *_known(accepted), holder.chat), said)
+        await _stream(exchange, chat_completions.Events(ask, head, holder.chat), said)
         return
     while not isinstance(word := await said.get(), Answered):
         if isinstance(word, Refused):
             raise word.error
         if isinstance(word, Left):
             raise _not_here()
-    whole = chat_completions.whole(ask, word.turns, accepted.prompt_ids, *_known(accepted), holder.chat)
-    await exchange.answer(200, whole)
-
-
-def _known(accepted: Accepted) -> tuple[str, int]:
-    return accepted.request_id, accepted.created
+    await exchange.answer(200, chat_completions.whole(ask, word.turns, head, holder.chat))
 
 
 async def _stream(exchange: "Exchange", events: Any, said: "asyncio.Queue[Said]") -> None:

@@ -66,6 +66,24 @@ class Turn:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What a reply says beside its turns.
+
+    Args:
+        prompt_ids: all tokens before the turns.
+        request_id, created: of the request that was answered first.
+        fingerprint: the same for the same weights.
+        cached_tokens: so many tokens of the prompt an earlier turn of the episode has.
+    """
+
+    prompt_ids: tuple[int, ...]
+    request_id: str
+    created: int
+    fingerprint: str = ""
+    cached_tokens: int = 0
+
+
 class RequestError(AgentRLError):
     """A request that gets no turn, in the terms of the API.
 

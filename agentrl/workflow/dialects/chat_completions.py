@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.chat.letters import Letters
+from agentrl.workflow.chat.parsing import END_THINK
 from agentrl.workflow.chat.stop_strings import StopCut
 from agentrl.workflow.chat.turn_stream import Piece, TurnStream
-from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
 from agentrl.workflow.dialects.chat_requests import read
 from agentrl.workflow.trajectory import Message
 
@@ -30,13 +31,11 @@ KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
 """Part of a turn -> the fields that it is given in: of the two names for thoughts a client may read either."""
 
 
-def whole(
-    ask: Ask, turns: Sequence[Turn], prompt_ids: Sequence[int], request_id: str, created: int, chat: "Chat"
-) -> dict[str, Any]:
+def whole(ask: Ask, turns: Sequence[Turn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
     """The reply with all of its turns: a `ChatCompletion`."""
-    choices = [_choice(ask, turn, number, request_id, chat) for number, turn in enumerate(turns)]
-    reply = _head("chat.completion", ask, request_id, created) | {"choices": choices, "usage": _usage(prompt_ids, turns)}
-    return reply | ({"prompt_token_ids": list(prompt_ids)} if ask.token_ids else {})
+    choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
+    reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
+    return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})
 
 
 def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
@@ -62,19 +61,18 @@ class Events:
 
     Args:
         ask: the request.
-        prompt_ids: all tokens before the turns.
-        request_id, created: as of the whole reply.
+        head: as of the whole reply.
     """
 
-    def __init__(self, ask: Ask, prompt_ids: Sequence[int], request_id: str, created: int, chat: "Chat") -> None:
-        self._ask, self._prompt_ids, self._request_id, self._chat = ask, prompt_ids, request_id, chat
-        self._head = _head("chat.completion.chunk", ask, request_id, created)
-        self._thinking = chat.leaves_thought_open(prompt_ids)
+    def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
+        self._ask, self._reply, self._chat = ask, head, chat
+        self._head = _head("chat.completion.chunk", ask, head)
+        self._thinking = chat.leaves_thought_open(head.prompt_ids)
         self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
 
     def begin(self) -> bytes:
         """The first event of each choice, which says whose turn it is."""
-        ids: dict[str, Any] = {"prompt_token_ids": list(self._prompt_ids)} if self._ask.token_ids else {}
+        ids: dict[str, Any] = {"prompt_token_ids": list(self._reply.prompt_ids)} if self._ask.token_ids else {}
         role = {"role": "assistant", "content": ""}
         return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))
 
@@ -91,7 +89,7 @@ class Events:
         letters, cut, stream = self._stream(choice)
         pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
         events = [self._event(choice, _delta(piece)) for piece in pieces]
-        for number, call in enumerate(_calls(turn.message, self._request_id, choice)):
+        for number, call in enumerate(_calls(turn.message, self._reply.request_id, choice)):
             events.append(self._event(choice, {"tool_calls": [{"index": number, **call}]}))
         if self._ask.logprobs:
             events.append(self._event(choice, {}, {"logprobs": _logprobs(self._ask, turn, self._chat)}))
@@ -102,7 +100,7 @@ class Events:
         """The last events."""
         if not self._ask.include_usage:
             return DONE
-        return _spelled(self._head | {"choices": [], "usage": _usage(self._prompt_ids, turns)}) + DONE
+        return _spelled(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
 
     def _stream(self, choice: int) -> tuple[Letters, StopCut, TurnStream]:
         if choice not in self._choices:
@@ -125,8 +123,9 @@ def _spelled(event: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def _head(kind: str, ask: Ask, request_id: str, created: int) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": ask.model}
+def _head(kind: str, ask: Ask, head: ReplyHead) -> dict[str, Any]:
+    named = {"id": f"chatcmpl-{head.request_id}", "object": kind, "created": head.created, "model": ask.model}
+    return named | {"system_fingerprint": head.fingerprint or None}
 
 
 def _choice(ask: Ask, turn: Turn, number: int, request_id: str, chat: "Chat") -> dict[str, Any]:
@@ -159,9 +158,27 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if any(call.error is None for call in turn.message.tool_calls) else "stop"
 
 
-def _usage(prompt_ids: Sequence[int], turns: Sequence[Turn]) -> dict[str, int]:
-    sampled = sum(len(turn.completion.token_ids) for turn in turns)
-    return {"prompt_tokens": len(prompt_ids), "completion_tokens": sampled, "total_tokens": len(prompt_ids) + sampled}
+def _usage(head: ReplyHead, turns: Sequence[Turn], chat: "Chat") -> dict[str, Any]:
+    prompt, sampled = len(head.prompt_ids), sum(len(turn.completion.token_ids) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": head.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(_count_thought(turn, chat) for turn in turns)},
+    }
+
+
+def _count_thought(turn: Turn, chat: "Chat") -> int:
+    """The tokens up to the one that ends the turn's thought; all of them where it has no end."""
+    if not turn.message.thought:
+        return 0
+    letters, text = Letters(chat), ""
+    for number, token in enumerate(turn.completion.token_ids, start=1):
+        text = text[-len(END_THINK) :] + letters.take(token)
+        if END_THINK in text:
+            return number
+    return len(turn.completion.token_ids)
 
 
 def _logprobs(ask: Ask, turn: Turn, chat: "Chat") -> dict[str, Any]:
