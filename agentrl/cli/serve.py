@@ -90,11 +90,29 @@ def serve(
         if not key and not is_loopback(listening):
             said = f"At {host} other machines could call, and no key is set."
             raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")
+        origins = _origins(settings().serve_origins, key)
         config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
         set_up_logging()
         with _database(no_record) as db:
-            how = Serving(key, idle_seconds, keep_days, records=not no_record)
+            how = Serving(key, idle_seconds, keep_days, records=not no_record, origins=origins)
             _serve(db, config, ref, of, listening, how)
+
+
+def _origins(text: str, key: str) -> frozenset[str]:
+    """The origins of AGENTRL_SERVE_ORIGINS.
+
+    Raises:
+        ConfigError: one is not an origin, or no key is set.
+    """
+    from agentrl.workers.serving.cors import read_origins
+
+    try:
+        origins = read_origins(text)
+    except ValueError as error:
+        raise ConfigError(f"AGENTRL_SERVE_ORIGINS: {error}.", "Name origins: https://app.example.org,...") from error
+    if origins and not key:
+        raise ConfigError("AGENTRL_SERVE_ORIGINS lets pages of other sites call, and no key is set.", "Set AGENTRL_SERVE_KEY.")
+    return origins
 
 
 def _served_config(

@@ -81,6 +81,10 @@ class Settings(BaseSettings):
     serve_key: str = Field(
         default="", description="What callers of `agentrl serve` must send as API key; empty: nothing, from this machine."
     )
+    serve_origins: str = Field(
+        default="",
+        description="Origins of pages that may call `agentrl serve` with its key: https://app.example.org,...; empty: none.",
+    )
     agents: int = Field(default=16, ge=1, le=10_000, description="Agents that an agents worker runs at once.")
     sampler_host: str = Field(
         default="127.0.0.1", description="Where a rollout worker serves agents; auto: this machine's own address."

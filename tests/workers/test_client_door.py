@@ -11,6 +11,7 @@ import pytest
 from agentrl.workers.serving import client_door
 from agentrl.workers.serving.api_errors import ApiError, too_large
 from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
+from agentrl.workers.serving.cors import read_origins
 from agentrl.workers.serving.endpoint_app import ANNOTATIONS, CHAT, Endpoint, Read
 from agentrl.workers.serving.places import Places
 from agentrl.workflow.config import RolloutConfig
@@ -220,6 +221,63 @@ def test_with_a_key_only_who_sends_it_is_let_in_from_wherever() -> None:
 )
 def test_without_a_key_no_page_of_another_site_is_let_in(headers: Mapping[bytes, bytes]) -> None:
     assert refused(ClientDoor(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
+
+
+APP, OTHER = b"https://app.example.org", b"https://app.example.org.attacker.example"
+
+
+def answered(door: ClientDoor, method: str, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, dict[bytes, bytes]]:
+    """The status and the headers of an answer of the endpoint with that door."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    app = Endpoint(Places(lambda keys: {}), door=door)
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers.items())}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+def test_a_page_of_a_named_origin_may_call_with_the_key() -> None:
+    door = ClientDoor(Episodes(), "serve-1", key="sesame", allowed_origins=frozenset({APP.decode()}))
+    asks = {b"origin": APP, b"access-control-request-headers": b"authorization, x-stainless-os,x-evil"}
+    status, said = answered(door, "OPTIONS", CHAT, asks)
+    assert (status, said[b"access-control-allow-origin"], said[b"access-control-allow-methods"]) == (204, APP, b"POST")
+    assert b"x-stainless-os" in said[b"access-control-allow-headers"]
+    assert b"x-evil" not in said[b"access-control-allow-headers"]
+    for key, status in ((b"sesame", 200), (b"wrong", 401)):
+        found = answered(door, "GET", "/v1/models", {b"origin": APP, b"authorization": b"Bearer " + key})
+        assert (found[0], found[1][b"access-control-allow-origin"], found[1][b"vary"]) == (status, APP, b"Origin")
+
+
+@pytest.mark.parametrize(
+    ("key", "origin", "path"),
+    [
+        ("sesame", OTHER, CHAT),
+        ("sesame", b"http://app.example.org", CHAT),
+        ("sesame", b"null", CHAT),
+        ("sesame", b"", CHAT),
+        ("sesame", APP, f"/attempt/sesame{CHAT}"),
+        ("", APP, CHAT),
+    ],
+)
+def test_no_other_page_may_call(key: str, origin: bytes, path: str) -> None:
+    door = ClientDoor(Episodes(), "serve-1", key=key, allowed_origins=frozenset({APP.decode()}))
+    for method in ("OPTIONS", "POST"):
+        status, said = answered(door, method, path, {b"origin": origin, b"host": b"localhost"})
+        assert status != 204
+        assert not [name for name in said if name.startswith(b"access-control")]
+
+
+@pytest.mark.parametrize("text", ["*", "https://*.example.org", "app.example.org", "https://app.example.org/", "HTTPS://A.ORG"])
+def test_an_origin_is_named_whole(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
+        read_origins(f"http://localhost:3000,{text}")
+    assert read_origins(" http://localhost:3000, https://[::1]:8 ,") == {"http://localhost:3000", "https://[::1]:8"}
 
 
 def test_who_may_not_end_an_episode_sends_no_body_that_is_kept() -> None:

@@ -130,6 +130,31 @@ def test_the_models_and_the_health_need_no_worker(made: Attempt, served: Served)
     assert httpx2.get(f"{served.url}/attempt/secret/v1/models").status_code == 200
 
 
+def test_a_model_is_looked_up_by_the_name_of_its_run(made: Attempt, served: Served) -> None:
+    models = f"{served.url}/v1/models"
+    assert httpx2.get(f"{models}/run-secret", headers=made.bearer).json()["id"] == "run-secret"
+    assert code(httpx2.get(f"{models}/gpt/4", headers=made.bearer)) == (404, "model_not_found")
+    assert code(httpx2.get(f"{models}/run-secret")) == (401, "invalid_api_key")
+
+
+def test_every_answer_has_an_id_of_its_own_which_a_call_is_forwarded_with(made: Attempt, served: Served) -> None:
+    with scripted_worker(whole(), whole()) as worker:
+        made.held_by(worker.address)
+        answers = [ask(served), ask(served), ask(served, key="unknown"), httpx2.get(f"{served.url}/health")]
+        names = [answer.headers["x-request-id"] for answer in answers]
+        forwarded = [request.headers["x-agentrl-request"] for request in worker.requests]
+    assert len(set(names)) == 4
+    assert [f"req_{name}" for name in forwarded] == names[:2]
+
+
+def test_no_page_may_use_an_attempts_key(made: Attempt, served: Served) -> None:
+    asking = {"origin": "https://app.example.org", "access-control-request-method": "POST"}
+    for path in (CHAT, f"/attempt/secret{CHAT}"):
+        answer = httpx2.request("OPTIONS", served.url + path, headers=asking)
+        assert answer.status_code == 405
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/responses", "/v1/completions", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages"]
 )

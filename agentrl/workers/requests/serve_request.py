@@ -29,12 +29,14 @@ class Serving:
         idle_seconds: after which an episode in which nothing was asked for ends.
         keep_days: for how many days its episodes are kept; None: for ever.
         records: whether anything is kept.
+        origins: origins of pages whose calls a browser lets through.
     """
 
     key: str = ""
     idle_seconds: float = 600.0
     keep_days: float | None = None
     records: bool = True
+    origins: frozenset[str] = frozenset()
 
     @property
     def forgets(self) -> bool:

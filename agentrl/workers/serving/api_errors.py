@@ -63,6 +63,11 @@ def no_route(routes: str) -> ApiError:
     return ApiError(404, f"There is no such path here. There are: {routes}.", "unknown_url")
 
 
+def no_model(asked: str, served: str) -> ApiError:
+    """A model that is looked up and is not the served one; calls of the model may name any."""
+    return ApiError(404, f"The model {asked[:100]!r} does not exist here. The model is {served!r}.", "model_not_found")
+
+
 def wrong_method(allow: str) -> ApiError:
     """A path that is served, by another method."""
     return ApiError(405, f"This path takes {allow}.", "method_not_allowed", allow=allow)

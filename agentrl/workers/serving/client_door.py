@@ -8,7 +8,7 @@ after many calls (the next call opens another), or with the process. After one t
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Set
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -94,6 +94,8 @@ class ClientDoor:
     key: str = ""
     idle_seconds: float = 600.0
     most_calls: int = 1000
+    allowed_origins: Set[str] = frozenset()
+    """Origins of pages that may read the answers, if a key is asked for."""
     calls: int = 0
     """Calls that were let in."""
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
@@ -102,6 +104,11 @@ class ClientDoor:
     def routes(self) -> Mapping[str, str]:
         """See `Door`."""
         return {END: "POST"}
+
+    @property
+    def origins(self) -> Set[str]:
+        """See `Door`: none where no key is asked for."""
+        return self.allowed_origins if self.key else frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Door`."""

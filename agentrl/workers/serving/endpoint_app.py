@@ -1,8 +1,8 @@
 """What the endpoint answers: routes, keys, limits. Calls that its door lets in are forwarded.
 
-`POST /v1/chat/completions` and `GET /v1/models` take the attempt's key as `Authorization: Bearer KEY` or `x-api-key: KEY`, or
-in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations, which the other one does
-not stand for, and so does `POST /v1/traces`, for exporters of OpenTelemetry. `GET /health` takes none.
+`POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` take the attempt's key as `Authorization: Bearer KEY` or
+`x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations,
+which the other one does not stand for, and so does `POST /v1/traces`, for exporters of OpenTelemetry. `GET /health` takes none.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from secrets import token_hex
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from agentrl.workers.serving import api_errors
+from agentrl.workers.serving import api_errors, cors
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.exchange import ClientGone, Exchange, Receive, Send
 from agentrl.workers.serving.forwarding import Call, Forward, require_open
@@ -69,6 +69,10 @@ class Door(Protocol):
     def routes(self) -> Mapping[str, str]:
         """More paths than the endpoint's, each with its method."""
 
+    @property
+    def origins(self) -> Set[str]:
+        """Origins of pages that may read the answers."""
+
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
         """The name of the run that a call would reach.
 
@@ -102,6 +106,11 @@ class AttemptDoor:
     def routes(self) -> Mapping[str, str]:
         """See `Door`."""
         return {}
+
+    @property
+    def origins(self) -> Set[str]:
+        """See `Door`: no page may use an attempt's key."""
+        return frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Door`."""
@@ -161,24 +170,30 @@ class Endpoint:
         except ClientGone:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
-            log.error("a call failed: %s in %s", type(error).__name__, raised_in(error))
+            log.error("call req_%s failed: %s in %s", exchange.request_id, type(error).__name__, raised_in(error))
             await exchange.refuse(api_errors.internal())
 
     async def _answer(self, scope: dict[str, Any], exchange: Exchange) -> None:
         if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
         path, key = _split_path(scope["path"])
+        path, model = _split_model(path)
         door = self._door
+        headers = _first_of_each(scope["headers"])
+        if not key:
+            exchange.headers += cors.answer_headers(headers, door.origins)
         routes = {**ROUTES, **door.routes}
         method = routes.get(path)
         if method is None:
             raise api_errors.no_route(", ".join(f"{method} {path}" for path, method in routes.items()))
+        if scope["method"] == "OPTIONS" and not key and headers.get(b"origin", b"").decode("latin-1") in door.origins:
+            await exchange.answer_empty(cors.preflight_headers(headers, method))
+            return
         if scope["method"] != method:
             raise api_errors.wrong_method(method)
         if path == HEALTH:
             await exchange.answer(200, api_errors.as_json({"status": "ok"}))
             return
-        headers = _first_of_each(scope["headers"])
         shown = key or _key_in_headers(headers)
         if path == TRACES:
             await self._trace(shown, headers, exchange)
@@ -189,12 +204,18 @@ class Endpoint:
             return
         with self._slot(key_hash(shown)):
             if path == MODELS:
-                run = await door.find_run(shown, headers)
-                listed = [{"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}]
-                answer: Any = {"object": "list", "data": listed}
+                answer = await self._model(model, shown, headers)
             else:
                 answer = await door.answer(path, shown, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
+
+    async def _model(self, name: str, shown: str, headers: dict[bytes, bytes]) -> Any:
+        """The model of that name; a list of the only one if there is no name."""
+        run = await self._door.find_run(shown, headers)
+        if name not in ("", run):
+            raise api_errors.no_model(name, run)
+        model = {"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}
+        return model if name else {"object": "list", "data": [model]}
 
     async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Takes an export of OpenTelemetry's traces: its spans become annotations of the key's episode."""
@@ -246,7 +267,7 @@ class Endpoint:
             told.extend(piece)
 
         limits = self.limits
-        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers), part)
+        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers, token_hex(16)), part)
         await Forward(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
         return answered[0], bytes(told)
 
@@ -258,7 +279,8 @@ class Endpoint:
         samples = sampling_key(key) if path == ANNOTATIONS else key
         with self._slot(key_hash(samples)):
             require_open(await find_place(self.places, samples))
-            await self._forward(path, key_hash(samples), _headers_for_worker(key, headers), headers, exchange)
+            forwarded = _headers_for_worker(key, headers, exchange.request_id)
+            await self._forward(path, key_hash(samples), forwarded, headers, exchange)
 
     async def _read_own(self, headers: Mapping[bytes, bytes], exchange: Exchange, most: int) -> bytes:
         most, length = min(most, self.limits.body_bytes), headers.get(b"content-length", b"")
@@ -336,6 +358,12 @@ def _split_path(path: str) -> tuple[str, str]:
     return (found[2], found[1]) if found else (path, "")
 
 
+def _split_model(path: str) -> tuple[str, str]:
+    """The path without the name of a model, and that name or ""."""
+    name = path.removeprefix(f"{MODELS}/")
+    return (MODELS, name) if name and name != path else (path, "")
+
+
 def _first_of_each(headers: Headers) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     for name, value in headers:
@@ -350,9 +378,9 @@ def _key_in_headers(headers: dict[bytes, bytes]) -> str:
     return headers.get(b"x-api-key", b"").decode("latin-1").strip()
 
 
-def _headers_for_worker(key: str, headers: dict[bytes, bytes]) -> Headers:
+def _headers_for_worker(key: str, headers: dict[bytes, bytes], request_id: str) -> Headers:
     named = headers.get(b"idempotency-key")
-    request = hashlib.sha256(b"key:" + named).hexdigest()[:32] if named else token_hex(16)
+    request = hashlib.sha256(b"key:" + named).hexdigest()[:32] if named else request_id
     retry = headers.get(b"x-stainless-retry-count", b"0")
     return [
         (b"authorization", b"Bearer " + key.encode("latin-1", errors="replace")),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from secrets import token_hex
 from typing import Any
 
 from agentrl.workers.serving import api_errors
@@ -22,17 +23,19 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """One request and its answer, as ASGI gives them."""
+    """One request and its answer, as ASGI gives them; every answer has its `headers`, which name the `request_id`."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
+        self.request_id = token_hex(16)
+        self.headers: Headers = [(b"x-request-id", f"req_{self.request_id}".encode())]
         self._begun = False
         self._unread = True
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Sends the status and the headers."""
         self._begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def write(self, piece: bytes, more: bool) -> None:
         """Sends bytes, once the client has taken most of those before."""
@@ -44,6 +47,12 @@ class Exchange:
         told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
         await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
         await self.write(body, False)
+
+    async def answer_empty(self, headers: Headers) -> None:
+        """Sends an answer without a body, after what is left of the request was read."""
+        await self._drain()
+        await self.begin(204, headers)
+        await self.write(b"", False)
 
     async def refuse(self, error: ApiError) -> None:
         """Answers with the error; where another answer was begun, uvicorn closes the connection."""

@@ -64,7 +64,7 @@ def serve_policy(
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
     episodes = ServedEpisodes(db, run, experiment, policy, sampling_server.start(lambda: db, LOOPBACK), forgets=how.forgets)
     assert experiment.config.agent is not None
-    door = ClientDoor(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls)
+    door = ClientDoor(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls, how.origins)
     raise_file_limit()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     episodes.start()

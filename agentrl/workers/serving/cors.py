@@ -1,0 +1,51 @@
+"""Cross-origin requests: which pages of other sites may read the answers of `agentrl serve` in a browser.
+
+A browser asks first (OPTIONS, a preflight), and shows a page the answers that name its origin. Origins are compared whole, as
+browsers write them: scheme, host and port. Nothing is allowed by a pattern.
+"""
+
+import re
+from collections.abc import Mapping, Set
+
+from agentrl.workers.serving.upstream import Headers
+
+HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
+"""Headers that a page may send, beside those of the OpenAI SDK (`x-stainless-...`)."""
+PREFLIGHT_SECONDS = b"600"
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
+_OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
+
+
+def read_origins(text: str) -> frozenset[str]:
+    """Return the origins that a text names, separated by commas.
+
+    Raises:
+        ValueError: one is not an origin as browsers send it.
+    """
+    origins = [origin.strip() for origin in text.split(",") if origin.strip()]
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is not an origin: scheme, host and port, in lower case, without a path")
+    return frozenset(origins)
+
+
+def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers:
+    """Return the headers by which a browser shows its page an answer; none for a page of another origin."""
+    if not origins:
+        return []
+    vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
+    origin = headers.get(b"origin", b"")
+    if origin.decode("latin-1") not in origins:
+        return vary
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"x-request-id, retry-after")]
+
+
+def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
+    """Return what a preflight is answered with beside `answer_headers`."""
+    asked = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
+    of_sdk = [name for name in asked[:50] if _OF_SDK.fullmatch(name)]
+    return [
+        (b"access-control-allow-methods", method.encode()),
+        (b"access-control-allow-headers", b", ".join([HEADERS, *of_sdk])),
+        (b"access-control-max-age", PREFLIGHT_SECONDS),
+    ]
