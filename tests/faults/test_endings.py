@@ -86,7 +86,7 @@ def episodes(db: Database) -> list[Episode]:
 
 def test_after_a_turn_without_its_end_token_the_next_prompt_begins_with_it() -> None:
     heard = [Message("tool", "42", name="calculator")]
-    ended, unended = (CHAT.continuation(heard, [SCHEMA], CHAT.has_end_token(said))[0] for said in (ASK, ASK_UNENDED))
+    ended, unended = (CHAT.continuation(heard, [SCHEMA], said)[0] for said in (ASK, ASK_UNENDED))
     assert ended is not None
     assert unended is not None
     assert ASK + ended == ASK_UNENDED + unended

@@ -141,6 +141,37 @@ _PYTHONIC = """\
 {% endif -%}
 """
 
+_GLM = """\
+[gMASK]<sop>
+{%- if tools -%}<|system|>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- else -%}
+<|{{ message.role }}|>
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+CALL
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{% endif -%}
+"""
+_PHI = """\
+{%- for message in messages -%}
+<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{% else -%}{{ eos_token }}{%- endif -%}
+"""
+
 _LLAMA_TOKENS = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
 )  # fmt: skip
@@ -160,6 +191,12 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Format -> a template of a family that writes it, and the family's special tokens."""
 
+ENDINGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "next role": (_GLM.replace("CALL", _HERMES), ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")),
+    "end of sequence behind": (_PHI, ("<|end|>", "<|user|>", "<|assistant|>")),
+}
+"""Ways to end a turn -> a template that does so, and its special tokens."""
+
 PLAIN = """\
 {% for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -172,7 +209,7 @@ PLAIN = """\
 @cache
 def family_tokenizer(name: str) -> Qwen2Tokenizer:
     """A tiny tokenizer with that family's template and special tokens."""
-    template, special = FAMILIES[name]
+    template, special = (FAMILIES | ENDINGS)[name]
     made = tiny_tokenizer([])
     made.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     made.chat_template = template

@@ -180,8 +180,8 @@ class EpisodeTurns:
         try:
             reason = found.reason
             if found.step != ROOT:
-                new, ended = ask.messages[found.count :], chat.has_end_token(self.lines.steps[found.step].sampled_ids)
-                ids, reason = chat.continuation(new, ask.tools, ended, ask.template_options, most)
+                new, turn = ask.messages[found.count :], self.lines.steps[found.step].sampled_ids
+                ids, reason = chat.continuation(new, ask.tools, turn, ask.template_options, most)
                 if ids is not None:
                     return continuing(self.lines, found.step, new, ids, found.equal)
             ids = chat.opening(ask.messages, ask.tools, ask.template_options, most)

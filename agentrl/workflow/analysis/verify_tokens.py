@@ -181,7 +181,7 @@ def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Sch
     before = replace(episode, steps=episode.steps[: step.index])
     ids: tuple[int, ...] | None = None
     if before.steps:
-        ids, _ = chat.continuation(step.prompt, schemas, chat.has_end_token(before.steps[-1].sampled_ids))
+        ids, _ = chat.continuation(step.prompt, schemas, before.steps[-1].sampled_ids)
     return chat.opening((*before.messages, *step.prompt), schemas) if ids is None else ids
 
 
@@ -191,7 +191,7 @@ def _requested_ids(
     """What an agent's request renders to: after its parent's tokens, or whole, without those that it shares."""
     parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
     if parent is not None and step.shared is None:
-        ids, _ = chat.continuation(step.prompt, tools, chat.has_end_token(parent.sampled_ids), options)
+        ids, _ = chat.continuation(step.prompt, tools, parent.sampled_ids, options)
         return () if ids is None else ids
     whole = chat.opening(step.prompt, tools, options)
     shared = episode.tokens_of(parent.index)[: step.shared] if parent is not None else ()

@@ -9,12 +9,12 @@ The tokenizer comes from outside, so this file needs neither torch nor transform
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
@@ -39,40 +39,59 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-_PROBE_QUESTION = Message("user", "x")
+_PROBE_QUESTION = Message("user", "zqquestion")
 # It has a thought, so that the prefix check catches a template that drops old thoughts.
-_PROBE_ANSWER = Message("assistant", "y", thought="t")
+_PROBE_ANSWER = Message("assistant", "zqanswer", thought="zqthought")
+_PROBE_RESULT = Message("tool", "zqresult", name="zqtool")
+_PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.thought)
+
+
+class _Turn(NamedTuple):
+    """The probe's answer in a rendered conversation.
+
+    `ids` are all ids up to its end; `end` is the special token that follows them, None if nothing or text follows.
+    """
+
+    ids: tuple[int, ...]
+    end: int | None
 
 
 class Chat:
     """A chat template and its tokenizer.
 
     Args:
-        tokenizer: a tokenizer with a chat template whose turns end with one special token.
+        tokenizer: a tokenizer with a chat template in which a special token follows each of the assistant's turns.
         tool_format: a name in `tool_formats`, or AUTO for the template's own format; None, in runs older than this option:
             Hermes, and the template is given the calls, whatever it makes of them.
+        stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
 
     Attributes:
         manner: the form in which the template takes messages.
-        end_ids: the ids that end a turn: the template's end-of-turn token and the tokenizer's end of sequence.
+        end_ids: the ids that end a turn: the template's end-of-turn token or, where it has none, the tokens that open the next
+            role's turn; the tokenizer's end of sequence; those of the tool format; `stop_ids`.
 
     Raises:
         ModelError: the tokenizer has no chat template, or its turns end without a special token.
         ConfigError: there is no such format.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", tool_format: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", tool_format: str | None = None, stop_ids: Iterable[int] = ()
+    ) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
             )
         self.tokenizer = tokenizer
-        self._prefixes: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, _Turn] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template)
         self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Found now: the first use is in the sampler's thread, too late to refuse a model.
-        self.end_ids = frozenset({self._prefix(())[-1], *self._end_of_sequence(), *self._ends_of_calls(tool_format)})
+        self._ends = self._ends_by_next_role()
+        self.end_ids = frozenset(
+            {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(tool_format), *self._known(stop_ids)}
+        )
 
     def opening(
         self,
@@ -97,38 +116,53 @@ class Chat:
         self,
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
-        ended: bool = True,
+        turn: Sequence[int] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
         most: int | None = None,
     ) -> tuple[tuple[int, ...] | None, str]:
-        """The ids that follow a sampled turn up to the next generation prompt.
+        """Return the ids that follow a sampled turn up to the next generation prompt.
+
+        The turn may lack its end token (see `has_end_token`): then these ids begin with it.
 
         Args:
             messages: the new messages: tool results or a user's.
             tools: the same as in the opening.
-            ended: the turn has its end token (see `has_end_token`); else these ids begin with it.
+            turn: the sampled ids; None stands for a turn with the end token that the template writes.
             options, most: the same as in the opening.
 
         Returns:
-            (ids, ""), or (None, the reason) if the template renders earlier turns differently once others follow. Then the
-            caller opens a new training row with `opening` of all messages.
+            (ids, ""), or (None, the reason) if no ids continue the turn exactly as the template renders it. Then the caller
+            opens a new training row with `opening` of all messages.
 
         Raises:
             ModelError, TooLong: as of `opening`.
         """
-        prefix = self._prefix(tools, options)
-        told = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
-        whole = self._encode(self._render(told, tools, generate=True, options=options), most)
-        if whole[: len(prefix)] != prefix:
+        before = self._prefix(tools, options)
+        conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
+        whole = self._encode(self._render(conversation, tools, generate=True, options=options), most)
+        rest = whole[len(before.ids) :]
+        if whole[: len(before.ids)] != before.ids or not rest or rest[0] not in self._closing:
             return None, self._why_not(messages, tools, options)
-        return whole[len(prefix) - (not ended) :], ""
+        if self._shows_probe(rest, messages):
+            return None, f"the template repeats earlier turns after a {messages[0].role} message"
+        if turn is None or not self.has_end_token(turn):
+            return rest[turn is None :], ""
+        if rest[0] not in (turn[-1], before.end):  # the next role's token stands for an end, and the turn has another
+            ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
+            return None, f"the turn ended with {ended}, and the template continues with {follows}"
+        return rest[1:], ""
+
+    def _shows_probe(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
+        """Whether text of the probe, which no episode contains, is among the ids that are to continue an episode."""
+        text = self.decode(ids)
+        return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
     def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
         """Why these messages cannot follow a turn: the template drops its thought, or writes it otherwise altogether."""
         role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
-        prefix = self._cut_after_turn(self._encode(self._render(thoughtless, tools, generate=False, options=options)))
+        before = self._find_answer(self._encode(self._render(thoughtless, tools, generate=False, options=options))).ids
         whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
-        if whole[: len(prefix)] == prefix:
+        if whole[: len(before)] == before and set(whole[len(before) :][:1]) <= self._closing:
             return f"dropped thinking: the template leaves earlier thoughts out before a {role} message"
         return f"the template rewrites earlier turns before a {role} message"
 
@@ -156,7 +190,18 @@ class Chat:
         text = self._turn_text(message, tools, self.manner)
         if message.tool_calls and not self._reads_back(text, message, tools):
             text = self._turn_text(message, tools, replace(self.manner, native=False))
-        return self._cut_after_turn(self._encode(text))
+        return self._close_turn(self._encode(text), message)
+
+    def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The ids up to the first of the end tokens at their end; with one where the template writes none."""
+        place, first = len(ids), None
+        while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
+            place -= 1
+            first = place if ids[place] in self.end_ids else first
+        if first is not None:
+            return ids[: first + 1]
+        follows = "tool" if message.tool_calls else "user"
+        return (*ids, self._ends.get(follows, next(iter(self._ends.values()))))
 
     def _turn_text(self, message: Message, tools: Sequence[Schema], manner: Manner) -> str:
         prompt = self._turn_prompt
@@ -240,23 +285,63 @@ class Chat:
     def _special(self) -> dict[str, int]:
         return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> tuple[int, ...]:
+    def _known(self, ids: Iterable[int]) -> Iterable[int]:
+        return (token for token in ids if 0 <= token < len(self.tokenizer))
+
+    @cached_property
+    def _closing(self) -> frozenset[int]:
+        """The tokens that may follow a turn: no text from outside contains them."""
+        return frozenset({*self._special.values(), *self._end_of_sequence()})
+
+    def _ends_by_next_role(self) -> dict[str, int]:
+        """The token with which a turn ends, by the role that speaks next; "" for the conversation's last turn.
+
+        Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's. Models
+        sample it, and list it in their `generation_config.json`.
+
+        Raises:
+            ModelError: no special token follows a turn.
+        """
+        ends = {}
+        for following in ((), (_PROBE_QUESTION,), (_PROBE_RESULT,)):
+            try:
+                conversation = [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought=""), *following]
+                end = self._find_answer(self._encode(self._render(conversation, (), generate=bool(following)))).end
+            except ModelError:
+                if not following:
+                    raise
+                continue  # the template has no such role
+            if end is not None:
+                ends["".join(message.role for message in following)] = end
+        if not ends:
+            raise ModelError("The chat template ends a turn without a special token.", "Pass an instruct model.")
+        return ends
+
+    def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> _Turn:
         # Keys are not sorted: a template may write tools and options in the order in which they come.
         key = hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
 
-        def make() -> tuple[int, ...]:
-            told = [_PROBE_QUESTION, _PROBE_ANSWER]
-            return self._cut_after_turn(self._encode(self._render(told, tools, generate=False, options=options)))
+        def make() -> _Turn:
+            conversation = [_PROBE_QUESTION, _PROBE_ANSWER]
+            return self._find_answer(self._encode(self._render(conversation, tools, generate=False, options=options)))
 
         return _kept(self._prefixes, key, make)
 
-    def _cut_after_turn(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids up to the last special token, which ends the last turn."""
-        special = set(self._special.values())
-        last = max((i for i, token in enumerate(ids) if token in special), default=None)
-        if last is None:
-            raise ModelError("The chat template ends a turn without a special token.", "Pass an instruct model.")
-        return ids[: last + 1]
+    def _find_answer(self, ids: tuple[int, ...]) -> _Turn:
+        """Find the probe's answer: the last text between special tokens that contains its words.
+
+        Raises:
+            ModelError: there is none.
+        """
+        stop = len(ids)
+        while stop >= 0:
+            start = next((place for place in range(stop, 0, -1) if ids[place - 1] in self._closing), 0)
+            _, found, after = self.decode(ids[start:stop]).rpartition(_PROBE_ANSWER.content)
+            if found:
+                ends = stop < len(ids) and not after.strip()
+                return _Turn(ids[:stop], ids[stop] if ends else None)
+            stop = start - 1
+        raise ModelError("The chat template drops what an assistant says.", "Pass an instruct model.")
 
     def _encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
         if most is not None:

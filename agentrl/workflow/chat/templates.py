@@ -124,7 +124,7 @@ def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> M
 
 def _recorded_format(folder: Path | None) -> str:
     """The format in which a model made by agentrl learned its calls; empty if none is recorded."""
-    told = _read_object(folder / RECORD) if folder else {}
+    told = read_object(folder / RECORD) if folder else {}
     named = told.get("tool_format")
     return named if isinstance(named, str) else ""
 
@@ -137,7 +137,7 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
-    told = _read_object(folder / "tokenizer_config.json")
+    told = read_object(folder / "tokenizer_config.json")
     tokens = {name: _token_text(told.get(name)) for name in _TOKENS if _token_text(told.get(name))}
     file = folder / "chat_template.jinja"
     try:
@@ -162,7 +162,8 @@ def _token_text(told: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model; empty if the file is missing, too large or holds something else."""
     try:
         if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
             return {}

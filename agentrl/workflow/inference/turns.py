@@ -54,7 +54,7 @@ def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], sche
     """
     if not episode.steps:
         return Draft(messages, chat.opening(messages, schemas))
-    ids, reason = chat.continuation(messages, schemas, chat.has_end_token(episode.steps[-1].sampled_ids))
+    ids, reason = chat.continuation(messages, schemas, episode.steps[-1].sampled_ids)
     if ids is not None:
         return Draft(messages, ids, chain=episode.steps[-1].chain)
     chain = max(step.chain for step in episode.steps) + 1

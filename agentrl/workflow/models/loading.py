@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.utils import logging as transformers_logging
 
 from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.templates import read_object
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.devices import auto_dtype
@@ -159,7 +160,17 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
     made = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
-    return Chat(made, config.tool_format)
+    return Chat(made, config.tool_format, stop_ids(folder))
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a turn by `generation_config.json`, or by `config.json` where that file names none."""
+    for name in ("generation_config.json", "config.json"):
+        listed = read_object(folder / name).get("eos_token_id")
+        ids = [each for each in (listed if isinstance(listed, list) else [listed]) if type(each) is int]
+        if ids:
+            return tuple(ids)
+    return ()
 
 
 @contextmanager

@@ -257,7 +257,10 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
         if message.role != "assistant":
             heard.append(message)
             continue
-        ids, reason = chat.continuation(heard, shown.tools) if segments else (chat.opening(heard, shown.tools), "")
+        if segments:
+            ids, reason = chat.continuation(heard, shown.tools, segments[-1][0])
+        else:
+            ids, reason = chat.opening(heard, shown.tools), ""
         if ids is None:
             raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
         segments += [(ids, False), (chat.turn(message, shown.tools), True)]

@@ -1,0 +1,132 @@
+"""Where a sampled turn ends, by template, tokenizer and generation_config.json, and that nothing else is cut or added there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.open_policy import open_policy
+from agentrl.workflow.models.loading import stop_ids
+from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.tool_formats import AUTO
+from agentrl.workflow.training.demonstrations import Demonstration
+from agentrl.workflow.training.supervised import segments_of
+from agentrl.workflow.trajectory import Message, ToolCall
+from tests.chat.test_rendering import CALLING, QUESTION, RESULT, SCHEMA
+from tests.support.chat_families import ENDINGS, FAMILIES, family_model, family_tokenizer
+from tests.support.small_models import tiny_random
+
+ANSWER, AGAIN = Message("assistant", "19"), Message("user", "Are you sure?")
+EVERY = [*FAMILIES, *ENDINGS]
+
+
+def chat_of(name: str) -> Chat:
+    """The chat of a family or of a way to end turns."""
+    return Chat(family_tokenizer(name), AUTO)
+
+
+def ids_of(chat: Chat, text: str) -> tuple[int, ...]:
+    """The text's tokens."""
+    return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_continuation_of_an_answer_is_what_the_template_renders(name: str) -> None:
+    chat = chat_of(name)
+    turn = chat.turn(ANSWER)
+    ids, reason = chat.continuation([AGAIN], (), turn)
+    assert ids is not None, reason
+    assert chat.opening([QUESTION]) + turn + ids == chat.opening([QUESTION, ANSWER, AGAIN])
+    unended, _ = chat.continuation([AGAIN], (), turn[:-1])
+    assert unended == (turn[-1], *ids)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_probe_text_is_left_in_a_continuation(name: str) -> None:
+    chat = chat_of(name)
+    for messages in ([AGAIN], [RESULT]):
+        ids, _ = chat.continuation(messages, [SCHEMA])
+        assert "zq" not in chat.decode(ids or ())
+
+
+def test_a_template_that_repeats_earlier_turns_opens_a_new_row() -> None:
+    echoing = tiny_tokenizer([])
+    repeat = "{% if messages | length > 2 %}{{ messages[-2].content }}{% endif %}{%- if add_generation_prompt -%}"
+    echoing.chat_template = TEMPLATE.replace("{%- if add_generation_prompt -%}", repeat)
+    assert echoing.chat_template != TEMPLATE
+    ids, reason = Chat(echoing).continuation([AGAIN])
+    assert ids is None
+    assert reason == "the template repeats earlier turns after a user message"
+
+
+def test_the_next_roles_token_ends_a_turn_where_the_template_has_no_other() -> None:
+    chat = chat_of("next role")
+    user, observation, end = ids_of(chat, "<|user|><|observation|><|im_end|>")
+    assert {user, observation} <= chat.end_ids
+    assert chat.turn(ANSWER)[-1] == user
+    assert chat.turn(CALLING)[-1] == observation
+    assert chat.parse(chat.turn(CALLING), [SCHEMA]) == CALLING
+    for last, messages in ((user, [RESULT]), (observation, [AGAIN]), (end, [AGAIN])):
+        ids, reason = chat.continuation(messages, [SCHEMA], (*ids_of(chat, "19"), last))
+        assert ids is None
+        assert chat.decode([last]) in reason
+
+
+def test_a_demonstration_trains_the_token_that_ends_its_turns() -> None:
+    chat = chat_of("next role")
+    messages = (QUESTION, CALLING, RESULT, ANSWER)
+    segments = segments_of(chat, Demonstration(messages, (SCHEMA,)))
+    row = tuple(token for ids, _ in segments for token in ids)
+    assert row == (*chat.opening(messages, [SCHEMA])[: -len(ids_of(chat, "<|assistant|>\n"))], *ids_of(chat, "<|user|>"))
+    assert [chat.decode(ids[-1:]) for ids, said in segments if said] == ["<|observation|>", "<|user|>"]
+
+
+def test_a_text_of_end_tokens_within_a_turn_does_not_cut_it() -> None:
+    chat = chat_of("hermes")
+    turn = Message("assistant", "so <|im_end|> and on", tool_calls=(ToolCall("calculator", {"expression": "1"}),))
+    assert chat.decode(chat.turn(turn, [SCHEMA])).endswith("</tool_call><|im_end|>")
+
+
+def test_a_template_that_drops_answers_is_refused() -> None:
+    silent = tiny_tokenizer([])
+    silent.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ModelError, match="drops what an assistant says"):
+        Chat(silent)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [({"eos_token_id": [0, 3]}, {}, (0, 3)), ({"eos_token_id": 3}, {}, (3,)), ({}, {"eos_token_id": 1}, (1,)), ({}, {}, ()),
+     ({"eos_token_id": [True, "3", None]}, {"eos_token_id": None}, ())],
+)  # fmt: skip
+def test_stop_ids_are_those_of_the_models_files(
+    tmp_path: Path, generation: dict[str, object], config: dict[str, object], expected: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stop_ids(tmp_path) == expected
+
+
+def test_a_turn_ends_at_each_token_that_generation_config_lists(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    file = folder / "generation_config.json"
+    everything = list(range(100))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [*everything, 10**9]}))
+    with open_policy(str(folder), max_new_tokens=40) as policy:
+        assert set(everything) <= policy.chat.end_ids
+        assert 10**9 not in policy.chat.end_ids
+        step = policy.generate([QUESTION])
+    assert step.finish_reason == "stop"
+    assert [token in everything or token == 2 for token in step.sampled_ids] == [False] * (len(step.sampled_ids) - 1) + [True]
+
+
+def test_an_episode_of_a_template_without_end_tokens_asks_only_what_it_was_asked(tmp_path: Path) -> None:
+    with open_policy(str(family_model(tmp_path / "model", "next role")), max_new_tokens=8) as policy:
+        first = policy.generate([QUESTION])
+        second = policy.generate([AGAIN], before=[first])
+        prompt = second.prompt_ids if second.new_row else (*first.prompt_ids, *first.sampled_ids, *second.prompt_ids)
+        text = policy.chat.decode(prompt)
+    assert "zq" not in text
+    assert text.count(QUESTION.content) == text.count(AGAIN.content) == 1
