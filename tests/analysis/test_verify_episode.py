@@ -36,8 +36,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has learned to call the calculator, and little else."""
-    return tiny_calling(tmp_path_factory.mktemp("model"))
+    """A small model that has learned to call the calculator, and little else, and whose template prints the time."""
+    folder = tiny_calling(tmp_path_factory.mktemp("model"))
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%S%f') }}" + template.read_text())
+    return folder
 
 
 @pytest.fixture(scope="module")

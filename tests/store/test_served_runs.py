@@ -14,6 +14,7 @@ from agentrl.workflow.store import agent_attempts, control_reads, endpoint_reads
 from agentrl.workflow.store.agent_attempts import AgentEnd
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
+from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
 from agentrl.workflow.trajectory import PolicyRef
@@ -55,6 +56,20 @@ def test_a_client_gets_an_episode_which_the_endpoint_finds_by_its_key(database: 
     assert rows(database, query) == [(first.id, 0, "one"), (second.id, 1, "two")]
     place = endpoint_reads.find_places(database, ["b" * 64])["b" * 64]
     assert (place.run, place.episode, place.over) == ("serve-1", second.id, "")
+
+
+def test_prompts_of_a_served_episode_are_rendered_at_the_time_of_its_first_claim(database: Database) -> None:
+    run = served(database)
+    first, second = (opened(database, run, key * 64) for key in "ab")
+    before = datetime.now(UTC)
+    early = rollout_claims.claim_group(database, first.group, run.worker, -1.0)
+    late = rollout_claims.claim_group(database, second.group, run.worker, LEASE)
+    again = rollout_claims.claim_group(database, first.group, "host:2/b", LEASE)
+    assert early
+    assert late
+    assert again
+    assert before <= early.clock < late.clock
+    assert again.clock == early.clock == find_origin(database, first.id).clock
 
 
 def test_two_sessions_of_one_name_are_two_samples_of_one_task(database: Database) -> None:

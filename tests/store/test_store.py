@@ -21,6 +21,7 @@ from agentrl.workflow.store.planning import SubmittedRun
 from agentrl.workflow.store.reads import episode_rows, event_rows, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables import views
@@ -367,3 +368,12 @@ def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: D
     waiting_runs.wait_for(database, 1, "the server is away")
     kinds = [event["kind"] for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows]
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]
+
+
+def test_prompts_of_a_run_are_rendered_at_the_time_of_its_submission(database: Database) -> None:
+    groups = start(database, submission())
+    first, second = (claim(database, group) for group in groups)
+    with database.read() as tx:
+        created = tx.execute(select(tables.runs.c.created_at)).scalar_one()
+    assert first.clock == second.clock == created
+    assert find_origin(database, first.episodes[0].id).clock == created

@@ -133,7 +133,7 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
     """What drives the group: the built-in loop, or whatever agent the run names."""
-    chat, engine = loaded.policy.chat, loaded.engine
+    chat, engine = loaded.policy.chat.at(work.clock), loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)
     from agentrl.workers.jobs.agent_rollout import AgentRollout  # and with it a web server, which few runs need

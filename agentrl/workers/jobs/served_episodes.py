@@ -225,7 +225,7 @@ class ServedEpisodes:
             return
         policy = self.policy
         rollout = AgentRollout(
-            *(self.db, work, self.experiment, policy.engine, policy.chat, self._inbox, self._lost_groups),
+            *(self.db, work, self.experiment, policy.engine, policy.chat.at(work.clock), self._inbox, self._lost_groups),
             max_context=engines.window(policy.engine, policy.policy.max_context),
             server=self.server,
             served=_Clients(self.db, work.fence),

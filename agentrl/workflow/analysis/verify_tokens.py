@@ -26,6 +26,7 @@ token too; so a draw is also a tie where the recorded token is within the tolera
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
@@ -105,6 +106,7 @@ def check_tokens(
     rollout: RolloutConfig,
     requests: Mapping[int, Request] = NO_REQUESTS,
     sampling: Callable[[int], Sampling] | None = None,
+    clock: datetime | None = None,
 ) -> TokensReport:
     """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
     turn ended.
@@ -118,6 +120,7 @@ def check_tokens(
         rollout: of the run: how it sampled.
         requests: what an agent's request brought, by the number of the step that answered it.
         sampling: how the step of a number was sampled, where its client had a say; unset: as `rollout` and `key` tell.
+        clock: the time at which its prompts were rendered; unset: that of the policy's chat.
 
     Raises:
         CheckpointError: weights that are there were altered, or do not fit the base.
@@ -128,7 +131,7 @@ def check_tokens(
     there = {number: ref for number, ref in policies.items() if number not in gone}
     asked = sampling or (lambda number: (rollout, key))
     tokens = sorted(_rescore(episode, there, policy, asked), key=lambda token: (token.step.index, token.index))
-    chat = policy.chat
+    chat = policy.chat if clock is None else policy.chat.at(clock)
     off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
     missed = next((token for token in tokens if keyed and token.drawn != token.id and token.distance > draw_tolerance), None)

@@ -11,7 +11,9 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,6 +22,7 @@ from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, legacy_manner, manner_of
+from agentrl.workflow.chat.templates import render_template
 from agentrl.workflow.chat.text_length import check_length
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
@@ -65,6 +68,8 @@ class Chat:
             Hermes, and the template is given the calls, whatever it makes of them.
         stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
 
+    Templates that ask for the time are given one that stands still, in UTC: that of the chat's making, or another's (`at`).
+
     Attributes:
         manner: the form in which the template takes messages.
         end_ids: the ids that end a turn: the template's end-of-turn token or, where it has none, the tokens that open the next
@@ -83,6 +88,7 @@ class Chat:
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
             )
         self.tokenizer = tokenizer
+        self._clock = datetime.now(UTC)
         self._prefixes: OrderedDict[bytes, _Turn] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template)
@@ -92,6 +98,13 @@ class Chat:
         self.end_ids = frozenset(
             {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(tool_format), *self._known(stop_ids)}
         )
+
+    def at(self, clock: datetime) -> "Chat":
+        """Return the same chat with templates that read this time."""
+        view = copy(self)
+        view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
+        view.__dict__.pop("_turn_prompt", None)
+        return view
 
     def opening(
         self,
@@ -373,11 +386,10 @@ class Chat:
         generate: bool,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        told: Any = [dict(tool) for tool in tools] or None
-        made: Any = self.tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], tools=told, add_generation_prompt=generate, tokenize=False, **options
-        )
-        return str(made)
+        offered = [dict(tool) for tool in tools]
+        source = self.tokenizer.get_chat_template(tools=offered or None)
+        variables = {**self.tokenizer.special_tokens_map, **options}
+        return render_template(source, turns, offered, generate, variables, self._clock)
 
     def _harmless(self, message: Message) -> Message:
         """The message as it is rendered: what others wrote, and what an assistant calls, has no special token."""

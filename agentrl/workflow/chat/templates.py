@@ -6,7 +6,7 @@ A template that cannot be rendered here (because it is in a tokenizer's code) is
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,6 @@ def _compile(source: str) -> Template:
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _json
     made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 - as a template means it
     return made.from_string(source)
 
 
@@ -66,10 +65,33 @@ def renderer(source: str, tokens: Mapping[str, str]) -> Render:
     """A function that renders a template; `tokens` are the special tokens that it names."""
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
-        told = [dict(tool) for tool in tools] or None
-        return _compile(source).render(messages=messages, tools=told, documents=None, add_generation_prompt=generate, **tokens)
+        return render_template(source, messages, tools, generate, tokens, datetime.now(UTC))
 
     return render
+
+
+def render_template(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Schema],
+    generate: bool,
+    variables: Mapping[str, Any],
+    clock: datetime,
+) -> str:
+    """Return what a template makes of messages and tools.
+
+    Args:
+        generate: whether to open the assistant's turn.
+        variables: the special tokens that the template names, and other variables that it reads.
+        clock: the time that it reads (`strftime_now`). Transformers gives the present time, which changes between two turns.
+    """
+    return _compile(source).render(
+        messages=[dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=generate,
+        strftime_now=lambda form: clock.strftime(form),
+        **{"documents": None, **variables},
+    )
 
 
 def read_template(named: str) -> str:

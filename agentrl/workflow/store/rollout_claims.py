@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, func, or_, select, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, or_, select, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
@@ -52,7 +52,7 @@ class GroupWork:
     """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps.
 
     `opening` is what a fork's first own step reads instead of what the env says; None for what the env says. `resources`: the
-    texts that they work with.
+    texts that they work with. `clock`: the time that chat templates read, whenever a prompt is rendered.
     """
 
     fence: Fence
@@ -69,6 +69,7 @@ class GroupWork:
     code_hash: str
     reward_set: int
     episodes: tuple[Episode, ...]
+    clock: datetime
     opening: tuple[Message, ...] | None = None
     resources: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,8 +170,16 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     return _load_work(tx, fence)
 
 
+CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=schema.runs.c.created_at).label("clock")
+"""The time at which prompts are rendered: that of the run's submission; of a served episode, that of its first request.
+
+It is the same for each of its turns, on each worker and when it is verified: templates that print the date (Llama 3.2, Granite,
+SmolLM3) would rewrite earlier turns at midnight.
+"""
+
 _GROUP_WORK = (
     select(
+        CLOCK,
         schema.groups.c.run_id,
         schema.groups.c.kind,
         schema.groups.c.opening,
@@ -218,6 +227,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
         code_hash=row["code_hash"],
         reward_set=row["reward_set"],
         episodes=load_episodes(tx, (schema.episodes.c.group_id == fence.group) & unfinished, {row["id"]: task}),
+        clock=row["clock"],
         opening=tuple(message_value(message) for message in row["opening"]) if row["opening"] else None,
         resources=resources_of_group(tx, fence.group) if row["config"].get("resources") else {},
     )

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, select
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, episode_record
+from agentrl.workflow.store.rollout_claims import CLOCK
 from agentrl.workflow.store.rows import message_value, part_values
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
@@ -42,6 +43,7 @@ class Origin:
         reward_sets: those of its run, by name.
         opening: what a fork's first own step read instead of what the env says; None for what the env says.
         resources: the texts that its run worked with.
+        clock: the time at which its prompts were rendered.
     """
 
     record: EpisodeRecord
@@ -56,6 +58,7 @@ class Origin:
     collected: Mapping[int, datetime]
     reward_sets: Mapping[str, RewardSet]
     opening: tuple[Message, ...] | None
+    clock: datetime
     resources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -69,7 +72,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
     record = episode_record(tx, episode)
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
-        .add_columns(schema.episodes.c.group_id)
+        .add_columns(schema.episodes.c.group_id, CLOCK)
         .select_from(schema.episodes)
         .join(schema.runs, schema.runs.c.id == schema.episodes.c.run_id)
         .join(schema.groups, schema.groups.c.id == schema.episodes.c.group_id)
@@ -92,6 +95,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
         collected={row.number: row.collected_at for row in steps if row.collected_at is not None},
         reward_sets=_reward_sets(tx, episode, run["id"]),
         opening=tuple(message_value(message) for message in run["opening"]) if run["opening"] else None,
+        clock=run["clock"],
         resources=resources_of_group(tx, run["group_id"]),
     )
 
