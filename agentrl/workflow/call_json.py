@@ -1,6 +1,7 @@
 """Tool calls from untrusted JSON, which is bounded before it is decoded.
 
-Every format of `tool_formats` reads through here, so that the same limits hold for all of them.
+Every format of `tool_formats` reads through here, so that the same limits hold for all of them. Text may hold raw line
+breaks: models write code so.
 """
 
 import json
@@ -69,7 +70,7 @@ def decode_json(text: str) -> tuple[Any, str]:
         raise ValueError(TOO_LONG)
     keys = _Keys()
     try:
-        value = json.loads(text, object_pairs_hook=keys, parse_int=parse_digits)
+        value = json.loads(text, object_pairs_hook=keys, parse_int=parse_digits, strict=False)
         why = why_unfit(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no valid JSON: {error}") from error
@@ -97,7 +98,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
     try:
-        value, length = JSONDecoder(object_pairs_hook=keys, parse_int=parse_digits).raw_decode(window)
+        value, length = JSONDecoder(object_pairs_hook=keys, parse_int=parse_digits, strict=False).raw_decode(window)
         why = TOO_LONG if length > MAX_CHARACTERS else why_unfit(value) or keys.why
     except JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated") or error.pos >= len(window.rstrip())
@@ -131,8 +132,9 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """The call of a tool by that name, its arguments an object or a string that holds one; else an unreadable one."""
+    """The call of a tool by that name; an unreadable one if the arguments are no object, no string that holds one and not null."""
     why = ""
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         try:
             arguments, why = decode_json(arguments)

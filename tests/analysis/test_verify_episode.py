@@ -36,22 +36,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has learned to call the calculator, and little else, and whose template prints the time."""
-    folder = tiny_calling(tmp_path_factory.mktemp("model"))
-    template = folder / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%S%f') }}" + template.read_text())
-    return folder
+    """A small model that has learned to call the calculator, and little else."""
+    return tiny_calling(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def stack(model: Path, module_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[Stack]:
-    """A stack that has done two runs of two iterations: `exact`, and `limited` in float32, whose calls a stop string ended."""
+    """A stack that has done three runs of two iterations: `exact`; `limited` in float32, whose calls a stop string ended;
+    `dated`, whose template prints the time.
+    """
     with forked_stack(module_folder, forks, migrated_file) as made:
         asked = ["--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--max-new-tokens", "32"]
         limits = ("top_p=0.97", "min_p=0.001", "top_k=200", "stop=</tool_call>")
         ways = {"exact": ["model.numerics=exact"], "limited": [f"rollout.{limit}" for limit in limits]}
         for name, keys in ways.items():
             made.agentrl("submit", *asked, *(word for key in keys for word in ("-s", key)), "--name", name, "--wait")
+        template = module_folder / "dated.jinja"
+        template.write_text("{{ strftime_now('%d %H:%M:%S.%f') }}" + (model / "chat_template.jinja").read_text())
+        made.agentrl("submit", *asked, "--chat-template", str(template), "--name", "dated", "--wait")
         yield made
 
 
@@ -121,6 +123,17 @@ def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
     assert sum(document["tools"]["ran"] for document in found) > 5
     assert all(report["hooks"] == ["luck"] and report["parts"] == 1 for document in found for report in document["rewards"])
     assert all(document["same"] and document["rewards"][0]["same_code"] for document in found)
+
+
+def test_a_record_whose_prompts_show_the_time_is_verified_later(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    episodes = values(
+        stack.database, "SELECT episodes.id FROM episodes JOIN runs ON runs.id = run_id WHERE runs.name = 'dated'"
+    )
+    assert episodes
+    for episode in episodes:
+        found = Asked(capsys, [episode, "--verify", "tokens", "--json"], 0).json["tokens"]
+        assert found["prompt"] is None
+        assert found["prompts"] > 0
 
 
 def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,15 @@
 """Templates that print the time are given one that stands still."""
 
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 
 from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.templates import check_template, settle_chat
+from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
 from agentrl.workflow.trajectory import Message
 from tests.chat.test_rendering import CALLING, QUESTION, RESULT, SCHEMA
+from tests.support.small_models import tiny_random
 
 DATED = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y %H:%M:%S.%f') }}.<|im_end|>\n" + TEMPLATE
 MIDNIGHT = datetime(2026, 11, 25, 23, 59, 59, 5, tzinfo=UTC)
@@ -32,6 +36,11 @@ def test_a_template_that_prints_the_time_is_continued_however_late() -> None:
         ids, reason = chat.continuation([RESULT], [SCHEMA], chat.turn(CALLING))
         assert ids is not None, reason
         assert opening + chat.turn(CALLING) + ids == chat.opening([QUESTION, CALLING, RESULT], [SCHEMA])
+
+
+def test_a_template_that_prints_the_time_is_no_rewriting_one(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    check_template(settle_chat(ModelConfig(chat_template=DATED), folder), folder, system=True, tools=True)
 
 
 def test_chats_of_other_times_share_nothing_that_the_time_changes() -> None:

@@ -37,7 +37,8 @@ WRITTEN = {
 }
 
 TAGS = (
-    "</tool_call>", "<tool_call>", "</parameter>", "\n</parameter>\n", "<parameter=a>", "</function>", "<function=f>", "; {",
+    "</tool_call>", "<tool_call>", "</parameter>", "\n</parameter>\n", "<parameter=a>", "\n<parameter=a>\n",
+    "</function></tool_call>", "</function>", "<function=f>", "; {",
     "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "</think>", "<think>", '"', "'", "'''",
     "[TOOL_CALLS]",
     '"""', "\\", "\\u0041", "\n", "\r", "\0", "&lt;", "12", "1e999", "NaN", "True", "null", "None", "[]", "{}", '"x"',
@@ -249,6 +250,9 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "made"),
     [
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', ToolCall("f", {"a": 1})),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ToolCall("f", {})),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', ToolCall("f", {"a": "x\ny"})),
         ("named", '<tool_call name="f"></tool_call>', ToolCall("f", {})),
         ("named", "<tool_call name=\"f\">'no'</tool_call>", "no valid JSON"),
         ("named", "<tool_call name=f>{}</tool_call>", "a call begins with"),
@@ -269,6 +273,13 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
         ("mistral_args", '[TOOL_CALLS]f[ARGS] {"a": NaN}', "no valid JSON"),
         ("mistral_args", "[TOOL_CALLS]f {}", "stand a name"),
         ("qwen_coder", "<function=f>\n<parameter=a>\nx\ny\n</parameter>\n</function>", ToolCall("f", {"a": "x\ny"})),
+        (
+            "qwen_coder",
+            "<function=f>\n<parameter=a>\nx\n<parameter=b>\n3\n</parameter>\n</function>",
+            ToolCall("f", {"a": "x", "b": 3}),
+        ),
+        ("qwen_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>", ToolCall("f", {"a": "x"})),
+        ("qwen_coder", "<function=f>\n<parameter=a>\nx\n<parameter=a>\ny\n</parameter>\n</function>", '"a" stands twice'),
         ("qwen_coder", '<tool_call>{"name": "f"}</tool_call>', "a call is <tool_call><function=NAME>"),
         ("qwen_coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", '"a" stands twice'),
         ("pythonic", "[f(a='it\\'s', b=[-2.5e3, (True, None)],)]", ToolCall("f", {"a": "it's", "b": [-2500.0, [True, None]]})),

@@ -62,10 +62,11 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """A function that renders a template; `tokens` are the special tokens that it names."""
+    """A function that renders a template, always at the same time; `tokens` are the special tokens that it names."""
+    clock = datetime.now(UTC)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
-        return render_template(source, messages, tools, generate, tokens, datetime.now(UTC))
+        return render_template(source, messages, tools, generate, tokens, clock)
 
     return render
 

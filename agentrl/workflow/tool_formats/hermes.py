@@ -1,6 +1,7 @@
 """hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. For Hermes, Qwen 2.5, Qwen 3.
 
-A last call without its closing tag still counts if its object is complete; else it is UNCLOSED.
+"parameters" are taken if there are no "arguments". A last call without its closing tag still counts if its object is complete;
+else it is UNCLOSED.
 """
 
 import re
@@ -33,7 +34,7 @@ def _call(text: str, closed: bool, end: int) -> ToolCall:
         why = 'a call is an object with a "name" and "arguments"'
     if why:
         raise Unreadable(why, end)
-    made = read_arguments(call["name"], call.get("arguments", {}))
+    made = read_arguments(call["name"], call.get("arguments", call.get("parameters", {})))
     if made.error is not None:
         raise Unreadable(made.error, end)
     return made

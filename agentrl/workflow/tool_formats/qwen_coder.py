@@ -2,7 +2,7 @@
 
 For Qwen3-Coder. A value is plain text if the tool's schema says so, else JSON if it parses, else text. Text that would be read
 back as something else is written in JSON's quotes. Line breaks next to the tags do not belong to the value. The outer tags may
-be missing.
+be missing, and so may a `</parameter>`: the value then ends where the next line opens a parameter or the call is closed.
 """
 
 import re
@@ -27,6 +27,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]++)>\s*+")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*+)>")
+_ENDS_VALUE = re.compile(r"</parameter>|\n(?=<parameter=[^<>\n]++>)|(?=</function>\s*+(?:</tool_call>|\Z))")
 _END = re.compile(r"</function>(?:\s*+</tool_call>)?")
 _BEGUN_CALL = re.compile(r"(?:<tool_call>\s*+)?(?:<[a-z=]*+[^<>\n]*+)?\Z")
 _SPACE = re.compile(r"\s*+")
@@ -46,13 +47,13 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     kinds = _kinds(name, tools)
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, end)) is not None:
-        found = text.find(END_PARAMETER, parameter.end())
-        if found < 0:
+        closes_value = _ENDS_VALUE.search(text, parameter.end())
+        if closes_value is None:
             raise Unreadable(UNFINISHED, len(text))
-        key, end = unescape(parameter[1]), found + len(END_PARAMETER)
+        key, end = unescape(parameter[1]), closes_value.end()
         if key in arguments:
             raise Unreadable(duplicate_key_message(key), skip_mark(text, end, END_CALL))
-        arguments[key] = _argument(text[parameter.end() : found], kinds.get(key, frozenset()), end)
+        arguments[key] = _argument(text[parameter.end() : closes_value.start()], kinds.get(key, frozenset()), end)
         space = _SPACE.match(text, end)
         end = space.end() if space else end
     closes = _END.match(text, end)
@@ -97,7 +98,7 @@ def _value(text: str, kinds: Kinds) -> Any:
 
 def _is_plain(text: str, kinds: Kinds) -> bool:
     """Whether the text can stand between the tags without quotes."""
-    return END_PARAMETER not in text and "\0" not in text and _value(text, kinds) == text
+    return _ENDS_VALUE.search(f"\n{text}\n") is None and "\0" not in text and _value(text, kinds) == text
 
 
 def _kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
@@ -142,7 +143,10 @@ def _escape_name(name: str) -> str:
 def _spell_value(value: Any, kinds: Kinds) -> str:
     if isinstance(value, str) and _is_plain(value, kinds):
         return value
-    return spell_json(value).replace(END_PARAMETER, END_PARAMETER.replace("/", "\\/"))
+    quoted = spell_json(value)
+    for tag in (END_PARAMETER, END_FUNCTION):
+        quoted = quoted.replace(tag, tag.replace("/", "\\/"))
+    return quoted
 
 
 qwen_coder = ToolFormat(
