@@ -111,6 +111,7 @@ def submit(
     load_in_4bit: Annotated[bool | None, _flag_option("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
     trust_remote_code: Annotated[bool | None, _flag_option("trust_remote_code", "--trust-remote-code")] = None,
     tool_format: Annotated[str | None, _flag_option("tool_format")] = None,
+    strict_calls: Annotated[bool | None, _flag_option("strict_calls", "--strict-calls/--no-strict-calls")] = None,
     chat_template: Annotated[str | None, _flag_option("chat_template")] = None,
     eval_every: Annotated[int | None, _flag_option("eval_every")] = None,
     save_every: Annotated[int | None, _flag_option("save_every")] = None,

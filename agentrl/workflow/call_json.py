@@ -132,7 +132,7 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """The call of a tool by that name; an unreadable one if the arguments are no object, no string that holds one and not null."""
+    """The call of a tool by that name. Its arguments are an object, a string that holds one, or null; else it is unreadable."""
     why = ""
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):

@@ -105,6 +105,7 @@ class ModelConfig(Section):
         max_length=256,
         description="How calls are written [the template's way]",
     )
+    strict_calls: bool = Field(False, description="Read no turn of bare JSON as a call; only what the format writes")
     chat_template: str | None = Field(
         None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
     )

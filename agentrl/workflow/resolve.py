@@ -55,6 +55,7 @@ FLAGS = {
     "load_in_4bit": "model.load_in_4bit",
     "trust_remote_code": "model.trust_remote_code",
     "tool_format": "model.tool_format",
+    "strict_calls": "model.strict_calls",
     "chat_template": "model.chat_template",
     "eval_every": "eval.every",
     "save_every": "update.save_every",

@@ -51,11 +51,18 @@ UNFINISHED = "the call was not finished"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the policy wrote. `error` says why it could not be read; `name` may then be empty."""
+    """One call that the policy wrote.
+
+    Args:
+        name: of the tool; it may be empty where the call could not be read.
+        error: why the call could not be read.
+        loose: it was written as bare JSON, without what the tool format puts around a call.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a stored config that affect how its episodes are made; see `sampling_differences`."""
     values = _comparable_values(config)
     keys = [key for key in values if key.startswith("rollout.") and key.removeprefix("rollout.") not in NEUTRAL_ROLLOUT_KEYS]
-    of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "chat_template")
+    of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "strict_calls", "chat_template")
     keys += ["env", "tools", "agent.name", "hooks", *(f"model.{name}" for name in of_model)]
     return {key: values[key] for key in keys}
 

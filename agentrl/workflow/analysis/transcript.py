@@ -170,7 +170,8 @@ def _message_lines(who: str, text: str, style: str) -> Iterator[Line]:
 
 
 def _call_lines(call: Any) -> Iterator[Line]:
-    yield f"  call {call['call']}: {call['tool'] or '(unreadable)'}", "bold blue"
+    loose = " (bare JSON)" if call["loose"] else ""
+    yield f"  call {call['call']}: {call['tool'] or '(unreadable)'}{loose}", "bold blue"
     for name, value in call["arguments"].items():
         yield _indent(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"), "blue"
     error = f"{call['error_class']}, " if call["error_class"] else ""

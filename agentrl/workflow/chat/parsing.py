@@ -10,12 +10,16 @@ that nothing the model wrote is lost. Calls that cannot be read are:
 - a call that begins inside an unclosed `<think>`. Inside a closed one, a call is thought, and does not count;
 - a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`);
 - under `offered_only`, a call of a tool that was not offered. If none was offered, all text is content and there are no calls.
+
+Unless calls are read strictly, a turn whose content is one JSON object, or one fenced block of it, that names an offered tool
+is a call in every format of JSON. Such a call is `loose`. Small models leave the tags out, and learn nothing without it.
 """
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
-from agentrl.workflow.call_json import Unreadable, unreadable_call
+from agentrl.workflow.call_json import Unreadable, decode_json, read_arguments, unreadable_call
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.tool_formats.hermes import hermes
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -25,6 +29,9 @@ MAX_CALLS = 1000
 
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
+_FENCED = re.compile(r"```[A-Za-z_]*+\s*+(\{.*\})\s*```", re.DOTALL)
+LOOSE_BEGINS = r'\A\s*+(?:```[A-Za-z_]*+\s*+)?\{\s*+"(?:name|type)"\s*+:'
+"""A pattern for the beginning of a content that may be a loose call."""
 
 IN_THOUGHT = f"a call inside a {THINK} that is not closed is not made; write {END_THINK} first, then the call"
 NOT_OFFERED = "the tool {!r} was not offered; its call is not made"
@@ -37,6 +44,7 @@ def parse_text(
     tools: Sequence[Schema] = (),
     thinking: bool | None = None,
     offered_only: bool = False,
+    strict: bool = False,
 ) -> Message:
     """The assistant's message that a sampled text (without its end-of-turn token) spells.
 
@@ -45,6 +53,7 @@ def parse_text(
     Args:
         thinking: whether the prompt ended inside of a thought; None: it did if the text closes one that it did not open.
         offered_only: only calls of `tools` are calls; the text of others stays in the content.
+        strict: whether a bare JSON object is no call.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
     if offered_only and not tools:
@@ -52,7 +61,28 @@ def parse_text(
     offered = {str(tool["function"]["name"]) for tool in tools} if offered_only else None
     calls = [] if rest is not None else _lost_calls(thought, tool_format)
     content = _content(rest or "", tool_format, tools, calls, offered)
+    loose = None if calls or strict or not tool_format.json else _loose_call(content.strip(), tools)
+    if loose is not None:
+        content, calls = "", [loose]
     return Message("assistant", content.strip(), thought=thought.strip(), tool_calls=tuple(calls))
+
+
+def _loose_call(content: str, tools: Sequence[Schema]) -> ToolCall | None:
+    """The call of a content that is one JSON object with the name of an offered tool and its arguments."""
+    if re.match(LOOSE_BEGINS, content) is None:
+        return None
+    fenced = _FENCED.fullmatch(content)
+    text = fenced[1] if fenced else content
+    try:
+        value, why = decode_json(text)
+    except ValueError:
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    offered = [tool["function"].get("name") for tool in tools if isinstance(tool.get("function"), Mapping)]
+    if why or arguments is None or value.get("name") not in offered:
+        return None
+    call = read_arguments(value["name"], arguments)
+    return replace(call, loose=True) if call.error is None else None
 
 
 def _content(

@@ -67,6 +67,7 @@ class Chat:
         tool_format: a name in `tool_formats`, or AUTO for the template's own format; None, in runs older than this option:
             Hermes, and the template is given the calls, whatever it makes of them.
         stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
+        strict_calls: read calls only as the tool format writes them (see `chat.parsing`).
 
     Templates that ask for the time are given one that stands still, in UTC: that of the chat's making, or another's (`at`).
 
@@ -81,13 +82,18 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", tool_format: str | None = None, stop_ids: Iterable[int] = ()
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        tool_format: str | None = None,
+        stop_ids: Iterable[int] = (),
+        strict_calls: bool = False,
     ) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
                 f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.", "Pass an instruct model, or --model tiny."
             )
         self.tokenizer = tokenizer
+        self.strict_calls = strict_calls
         self._clock = datetime.now(UTC)
         self._prefixes: OrderedDict[bytes, _Turn] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
@@ -249,7 +255,8 @@ class Chat:
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
             ids.pop()
-        return parse_text(cut_at_stop(self.decode(ids), stop), self.manner.tool_format, tools, thinking, offered_only)
+        text = cut_at_stop(self.decode(ids), stop)
+        return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""

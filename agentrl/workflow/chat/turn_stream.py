@@ -12,7 +12,7 @@ from typing import Literal
 
 import regex
 
-from agentrl.workflow.chat.parsing import END_THINK, THINK
+from agentrl.workflow.chat.parsing import END_THINK, LOOSE_BEGINS, THINK
 from agentrl.workflow.chat.stop_strings import overlap
 from agentrl.workflow.tool_formats import ToolFormat
 from agentrl.workflow.trajectory import Message
@@ -35,11 +35,14 @@ class TurnStream:
     Args:
         tool_format: how its calls are written; `None` if no tool was offered, so that all text is content.
         thinking: whether the prompt left a thought open, which the turn goes on with.
+        strict: whether a bare JSON object is no call.
     """
 
-    def __init__(self, tool_format: ToolFormat | None, thinking: bool = False) -> None:
-        begins = None if tool_format is None else tool_format.begins
-        self._begins = None if begins is None else _with_partial_matches(begins.pattern, begins.flags)
+    def __init__(self, tool_format: ToolFormat | None, thinking: bool = False, strict: bool = False) -> None:
+        self._begins = None
+        if tool_format is not None:
+            loose = f"|{LOOSE_BEGINS}" if tool_format.json and not strict else ""
+            self._begins = _with_partial_matches(tool_format.begins.pattern + loose, tool_format.begins.flags)
         self._state: Literal["tag", "start", "thought", "content", "over"] = "tag" if thinking else "start"
         self._waiting = ""
         self._before = ""  # a letter of the content that was told: patterns for the turn's beginning match nowhere else

@@ -104,7 +104,8 @@ class Events:
 
     def _stream(self, choice: int) -> tuple[Letters, StopCut, TurnStream]:
         if choice not in self._choices:
-            stream = TurnStream(self._chat.manner.tool_format if self._ask.tools else None, self._thinking)
+            tool_format = self._chat.manner.tool_format if self._ask.tools else None
+            stream = TurnStream(tool_format, self._thinking, self._chat.strict_calls)
             self._choices[choice] = Letters(self._chat), StopCut(self._ask.stop), stream
         return self._choices[choice]
 

@@ -160,7 +160,7 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
     made = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
-    return Chat(made, config.tool_format, stop_ids(folder))
+    return Chat(made, config.tool_format, stop_ids(folder), config.strict_calls)
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:

@@ -54,7 +54,10 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         before: the steps before it of its episode's attempt, by their numbers, whose messages it may share.
     """
     made = tuple(
-        ToolCall(call["tool"], call["arguments"], call["result"] if call["error_class"] == "parse_error" else None)
+        ToolCall(
+            *(call["tool"], call["arguments"], call["result"] if call["error_class"] == "parse_error" else None),
+            loose=bool(call["loose"]),
+        )
         for call in calls
     )
     results = tuple(ToolResult(call["result"] or "", call["error_class"], call["seconds"]) for call in calls)
@@ -100,7 +103,10 @@ def task_value(row: Mapping[Any, Any]) -> Task:
 
 def message_value(row: Mapping[str, Any]) -> Message:
     """The message of a JSON column."""
-    calls = tuple(ToolCall(call["name"], call["arguments"], call.get("error")) for call in row.get("tool_calls", ()))
+    calls = tuple(
+        ToolCall(call["name"], call["arguments"], call.get("error"), call.get("loose", False))
+        for call in row.get("tool_calls", ())
+    )
     return Message(row["role"], row["content"], row.get("thought", ""), calls, row.get("name", ""))
 
 
@@ -116,6 +122,7 @@ def message_row(message: Message) -> dict[str, Any]:
 
 def _made_call_row(call: ToolCall) -> dict[str, Any]:
     row = {"name": clean(call.name), "arguments": clean_tree(call.arguments)}
+    row |= {"loose": True} if call.loose else {}
     return row if call.error is None else row | {"error": clean(call.error)}
 
 

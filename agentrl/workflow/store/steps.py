@@ -166,6 +166,7 @@ def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldE
         "kind": kind,
         "tool": clean(item.call.name)[:128],
         "arguments": clean_tree(dict(item.call.arguments)),
+        "loose": item.call.loose,
         "effects": item.effects,
         "status": "done" if item.result else "pending",
         "sends": 0 if item.result else 1,

@@ -180,6 +180,7 @@ VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
     "v_critic_calls": {"answer": "what it answered", "model": "the critic's model", "seconds": "how long it took"},
     "v_resources": {"text": "the text itself"},
     "v_tool_calls": {
+        "loose": "written as bare JSON, without what the tool format puts around a call",
         "kind": "call: run by a tool; grade: by a judge; agent: by the agent",
         "status": "pending, started, done, unknown_outcome, unobserved",
     },

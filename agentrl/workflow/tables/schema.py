@@ -341,6 +341,7 @@ tool_calls = Table(
     Column("call", Integer, nullable=False),
     Column("tool", String(128), nullable=False, index=True),
     Column("arguments", JSON, nullable=False),
+    Column("loose", Boolean, nullable=False, server_default="0"),
     Column("kind", String(8), nullable=False, server_default="call"),
     Column("effects", String(16), nullable=False, server_default="none"),
     Column("status", String(16), nullable=False, server_default="pending"),
@@ -591,7 +592,8 @@ TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "servi
 """The tables that `agentrl_reader` may select from, beside every view."""
 
 FIXED_CALL_COLUMNS = {column.name for column in tool_calls.primary_key} | {
-    *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "kind", "effects", "created_at")
+    *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "loose", "kind", "effects"),
+    "created_at",
 }
 """The columns of a call that are known before it is made; the others hold its outcome."""
 

@@ -140,8 +140,8 @@ VIEWS = {
         WHERE e.id = s.episode_id AND e.attempt <= s.attempt AND i.id = e.iteration_id AND r.id = i.run_id
         AND p.id = s.policy_id""",
     "v_tool_calls": """
-        SELECT c.id, c.run, i.number + 1 AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.status,
-               c.result, c.error_class, c.effects, c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds,
+        SELECT c.id, c.run, i.number + 1 AS iteration, c.episode_id, c.step, c.call, c.kind, c.tool, c.arguments, c.loose,
+               c.status, c.result, c.error_class, c.effects, c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds,
                {seconds:c.created_at,c.started_at} AS queue_seconds, c.sandbox, c.exit_status, c.exit_code,
                c.worker, c.created_at, c.started_at, c.finished_at
         FROM tool_calls c CROSS JOIN episodes e CROSS JOIN iterations i

@@ -55,4 +55,5 @@ hermes = ToolFormat(
     read=_read,
     write=_write,
     marks=(CALL,),
+    json=True,
 )

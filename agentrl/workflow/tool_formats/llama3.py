@@ -48,5 +48,6 @@ llama3 = ToolFormat(
     read=_read,
     write=_write,
     marks=(MARK,),
+    json=True,
     ends=("<|eom_id|>",),
 )

@@ -31,4 +31,4 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
     return append_calls(content, f"{MARK} {said}")
 
 
-mistral = ToolFormat(name="mistral", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK,))
+mistral = ToolFormat(name="mistral", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK,), json=True)

@@ -39,5 +39,5 @@ def _spell_call(call: ToolCall) -> str:
 
 
 mistral_args = ToolFormat(
-    name="mistral_args", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK, ARGUMENTS)
+    name="mistral_args", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK, ARGUMENTS), json=True
 )

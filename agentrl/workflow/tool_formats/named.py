@@ -40,4 +40,4 @@ def _spell_call(call: ToolCall) -> str:
     return f'{CALL}"{escape(call.name)}">\n{arguments}\n{END_CALL}'
 
 
-named = ToolFormat(name="named", begins=re.compile(CALL), read=_read, write=_write, marks=(CALL,))
+named = ToolFormat(name="named", begins=re.compile(CALL), read=_read, write=_write, marks=(CALL,), json=True)

@@ -39,11 +39,12 @@ class ShownTask(ShownRow):
 
 
 class ShownCall(ShownRow):
-    """A call; `queue_seconds` is how long it waited."""
+    """A call; `queue_seconds` is how long it waited, `loose` that it was written as bare JSON."""
 
     id: int
     call: int
     tool: str
+    loose: bool
     kind: str
     arguments: Any
     status: str

@@ -41,8 +41,8 @@ _STEP_FIELDS = (
     "equal",
 )  # fmt: skip
 _CALL_FIELDS = (
-    "id", "call", "tool", "kind", "status", "error_class", "starts", "attempts", "seconds", "queue_seconds", "cpu_seconds",
-    "sandbox", "exit_status", "exit_code", "worker", "created_at", "started_at", "finished_at",
+    "id", "call", "tool", "loose", "kind", "status", "error_class", "starts", "attempts", "seconds", "queue_seconds",
+    "cpu_seconds", "sandbox", "exit_status", "exit_code", "worker", "created_at", "started_at", "finished_at",
 )  # fmt: skip
 
 

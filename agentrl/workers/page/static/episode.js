@@ -180,7 +180,7 @@ function Message({ message, episode }) {
 
 function Call({ call, row }) {
   const code = !call.cut?.arguments && typeof call.arguments?.code === "string" && Object.keys(call.arguments).length === 1;
-  const facts = [call.status, seconds(call.seconds), call.cpu_seconds ? `${seconds(call.cpu_seconds)} of processor` : "", call.queue_seconds ? `waited ${seconds(call.queue_seconds)}` : "", call.sandbox, call.exit_code ? `exit ${call.exit_code}` : "", call.starts > 1 ? `started ${call.starts} times` : ""];
+  const facts = [call.loose ? "bare JSON" : "", call.status, seconds(call.seconds), call.cpu_seconds ? `${seconds(call.cpu_seconds)} of processor` : "", call.queue_seconds ? `waited ${seconds(call.queue_seconds)}` : "", call.sandbox, call.exit_code ? `exit ${call.exit_code}` : "", call.starts > 1 ? `started ${call.starts} times` : ""];
   return html`<div class=${`call ${call.error_class ? "failed" : ""}`}>
     <div class="said-by"><b>${visible(call.tool) || "(unreadable)"}</b> <span class="quiet">${visible(facts.filter(Boolean).join(", "))}</span>${call.error_class && html` <span class="bad">${visible(call.error_class)}</span>`}</div>
     ${code ? html`<${Text} value=${call.arguments.code} mono />` : html`<${Part} of=${call} name="arguments" episode=${row.id} mono lines=${12} />`}

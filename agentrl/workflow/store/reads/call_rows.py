@@ -23,6 +23,7 @@ class CallRow(ViewRow):
     kind: str
     tool: str
     arguments: Any
+    loose: bool
     status: str
     result: str | None
     error_class: str | None

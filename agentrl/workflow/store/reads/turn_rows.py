@@ -44,9 +44,9 @@ def _equal(asked: Any) -> int | None:
 
 
 _CALL_COLUMNS = f"""
-    c.id, c.step_id, c.step, c.call, c.tool, c.kind, c.arguments, c.status, {cut_column("c.result")}, c.error_class, c.starts,
-    c.sends AS attempts, c.seconds, c.cpu_seconds, c.sandbox, c.exit_status, c.exit_code, c.worker, c.created_at, c.started_at,
-    c.finished_at"""
+    c.id, c.step_id, c.step, c.call, c.tool, c.kind, c.arguments, c.loose, c.status, {cut_column("c.result")}, c.error_class,
+    c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds, c.sandbox, c.exit_status, c.exit_code, c.worker, c.created_at,
+    c.started_at, c.finished_at"""
 
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:

@@ -1,0 +1,20 @@
+"""Whether a call was written as bare JSON, without what the tool format puts around it."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0015"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Adds the column."""
+    op.add_column("tool_calls", sa.Column("loose", sa.Boolean(), server_default="0", nullable=False))
+
+
+def downgrade() -> None:
+    """Removes it."""
+    with op.batch_alter_table("tool_calls") as calls:
+        calls.drop_column("loose")
