@@ -69,6 +69,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "logs": Entry("agentrl.cli.logs:logs", "Show what this home's workers wrote; -f follows."),
         "gc": Entry("agentrl.cli.maintenance:gc", "Remove what no row needs from the checkpoint folders."),
         "vacuum": Entry("agentrl.cli.maintenance:vacuum", "Compact the database; runs may go on meanwhile."),
+        "data": Entry("agentrl.cli.data:data", "Check that a dataset's tasks can be scored."),
         "tools": Entry("agentrl.cli.serve_tools:tools", "List what a model may call; serve it over HTTP."),
         "config": Entry("agentrl.cli.stack:config", "Show the config of a run."),
         "db": Entry("agentrl.cli.stack:db", "Show or upgrade the database's revision."),

@@ -84,6 +84,7 @@ def test_dry_run_tells_size_and_memory_before_its_checks(
     assert names == [
         "dataset",
         "tools and rewards",
+        "references",
         "model and its hash",
         "chat template",
         "model files",

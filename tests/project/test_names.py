@@ -35,8 +35,6 @@ print([file for file, number in twice.items() if number > 1 and "site-packages" 
 print(workflow.training.losses.__name__, len([name for name in sys.modules if name.startswith("agentrl.")]) > 300)
 """
 
-"""Hashes of what scores, weight 1 or the env's own, as the commit before the rooms computed them."""
-
 
 @pytest.mark.slow
 def test_each_module_is_loaded_once() -> None:

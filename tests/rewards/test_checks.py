@@ -190,12 +190,12 @@ REFUSED = {
     "no plain data": ("    class Point: pass\n    assert candidate(Point()) == 1", "they pass what is no plain data: Point"),
     "a wrong reference": (
         "    for n in range(2):\n        assert candidate(n) == n + 1",
-        "its own reference passes 0% of them",
+        "its own reference earns 0",
     ),
     "an exception that is caught": (
         "    try:\n        candidate('x' * 3)\n        assert candidate(1) == 5\n"
         "    except KeyError:\n        assert candidate(2) == 2",
-        "its own reference passes",
+        "its own reference earns",
     ),
     "nothing": ("    for n in range(2):\n        assert candidate is not None", "hold whatever the function gives"),
 }
@@ -208,7 +208,7 @@ def test_a_run_over_tasks_whose_tests_cannot_all_be_judged_is_refused_with_their
     test, why = REFUSED[name]
     rows = [FORMS["variables"], human("same", 'def same(n):\n    """n"""\n', "    return n\n", test)]
     file = write(tmp_path / "own.jsonl", *rows)
-    with pytest.raises(DatasetError, match="Not all tests of these tasks can be judged: own/same: ") as told:
+    with pytest.raises(DatasetError, match="1 of 2 tasks that were tried cannot be scored: own/same: tests_passed: ") as told:
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
     assert why in told.value.message
     assert "squares_of_odd" not in told.value.message

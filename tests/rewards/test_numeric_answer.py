@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.errors import RewardError
-from agentrl.workflow.rewards.numeric_answer import read_answer
+from agentrl.workflow.rewards.numeric_answer import read_answer, read_reference
 from tests.data.test_datasets import published_gsm8k as published_gsm8k
 from tests.rewards.test_rewards import numeric
 
@@ -94,6 +94,18 @@ def test_these_texts_give_these_answers(text: str, number: str | None) -> None:
     assert read_answer(text) == (None if number is None else Decimal(number))
 
 
+NOT_ONE_NUMBER = [
+    "x > 5", "5 > x", "2x + z = 1", "19, 46 and 82", "\\pm 7", "between 3 and 9", "3 to 9", "5 million", "7 or more", "7\n8",
+    "about 7",    "\\boxed{7} of 9", "#### 7 or 8", "7 #### ", *NOTHING, *BEGINNINGS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reference", NOT_ONE_NUMBER)
+def test_numeric_answer_refuses_a_reference_that_is_not_one_number(reference: str) -> None:
+    with pytest.raises(RewardError, match="is not one number"):
+        numeric("7", reference)
+
+
 def test_the_last_word_with_a_digit_is_the_answer_or_there_is_none() -> None:
     for form in NOTHING:
         if any(map(str.isdecimal, form)):
@@ -145,8 +157,8 @@ def test_hostile_values_on_either_side_are_compared_exactly_and_soon(text: str) 
     began = time.process_time()
     for road in ("{}", "#### {}", "\\boxed{{{}}}"):
         assert numeric(road.format(text)) == 0.0
-    if read_answer(text) is None:  # a task without a number is a fault of its dataset, and loud
-        with pytest.raises(RewardError, match="holds no number"):
+    if read_reference(text) is None:  # a task without a number is a fault of its dataset, and loud
+        with pytest.raises(RewardError, match="is not one number"):
             numeric("#### 72", reference=text)
     else:
         assert (numeric("#### 72", reference=text), numeric(text, reference=text)) == (0.0, 1.0)

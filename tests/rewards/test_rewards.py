@@ -94,7 +94,7 @@ def test_only_a_last_turn_that_ended_by_itself_and_called_nothing_is_an_answer()
 
 
 def test_a_reference_without_a_number_fails_the_episode_loudly() -> None:
-    with pytest.raises(RewardError, match="holds no number"):
+    with pytest.raises(RewardError, match="is not one number"):
         numeric("#### 1", reference="Paris")
 
 

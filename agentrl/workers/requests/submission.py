@@ -27,7 +27,7 @@ from agentrl.workflow.chat.templates import check_template, remark_on_tools, set
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.datasets import LoadedTasks, load_tasks
+from agentrl.workflow.datasets import LoadedTasks, env_of, load_tasks
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
@@ -35,7 +35,8 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.models.lookup import check_base, check_code, existing_model, local_folder, lora_rank, starting_policy
-from agentrl.workflow.plugins import find
+from agentrl.workflow.plugins import find, names
+from agentrl.workflow.reference_check import check_sample, comparing_rewards
 from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store import epoch_ends, evals, planning
@@ -95,9 +96,11 @@ def prepare(
     if kind == "search":
         config, divided = settle_texts(asked), divide(config, loaded.tasks)
     with check("tools and rewards"):
-        _check_tools(asked, loaded.tasks)
+        _check_tools(asked)
         check_rewards(asked.weights)
         load_hooks(config.hooks)
+    with check("references"):
+        check_sample(loaded.tasks, _untested_rewards(asked), config.seed)
     if kind == "train":
         config = settle_run(config)
         trainers.check(config)
@@ -166,13 +169,16 @@ def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
     return "search", settle_search(config)
 
 
-def _check_tools(made: Experiment, tasks: Sequence[Task]) -> None:
-    judges = made.judges.values()
-    for tool in (*made.tools.values(), *judges):
+def _check_tools(made: Experiment) -> None:
+    for tool in (*made.tools.values(), *made.judges.values()):
         tool.check()
-    for judge in judges:
-        if judge.admits is not None:
-            judge.admits(tasks)
+
+
+def _untested_rewards(made: Experiment) -> tuple[str, ...]:
+    """Return the rewards to try on the tasks' references: all but those of a dataset of agentrl's own, which its tests try."""
+    name = made.config.dataset.name
+    own = name in names("datasets") and env_of(made.config.dataset) == made.config.env
+    return tuple(reward for reward in comparing_rewards(made.weights) if not (own and reward in made.env.rewards))
 
 
 def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:

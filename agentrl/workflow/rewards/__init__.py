@@ -24,7 +24,7 @@ from agentrl.workflow.chains import as_read
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from agentrl.workflow.plugins import find, hashed_source
 from agentrl.workflow.tools import Tool
-from agentrl.workflow.trajectory import Episode, Task, ToolResult
+from agentrl.workflow.trajectory import Episode, ToolResult
 
 Value = float | Sequence[float]
 """What a reward gives: a finite number for the episode, or a list of as many as it has steps, of which it is the sum."""
@@ -58,12 +58,13 @@ class Judge(Tool):
         asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the value itself,
             where nothing need be run.
         reads: the value in such a text.
-        admits: called with the tasks when a run is submitted; raises DatasetError where it could not judge one.
+        reference_form: `"#### {}"` or the like: the answer that a task's reference is, which must earn 1 (`reference_check`);
+            empty where answers are not compared with a reference.
     """
 
     asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)
     reads: Callable[[str], Value] = float
-    admits: Callable[[Sequence[Task]], None] | None = None
+    reference_form: str = ""
 
     def __call__(self, episode: Episode) -> Value:
         """The value, found here.

@@ -69,6 +69,8 @@ def marked(text):
 
 
 def bare(text):
+    text = text.replace("\\\\$", "")  # a sign of money
+    text = text.replace("$", "") if text.count("$") == 1 else text
     return read(text if "$" in text or "\\\\boxed" in text or "\\\\(" in text or "\\\\[" in text else f"${text}$") or read(text)
 
 
@@ -162,4 +164,12 @@ def ready() -> None:
 
 _warm = Warm(_opened)
 _math_answer.__name__ = "math_answer"
-math_answer = Judge(_math_answer, timeout_seconds=JUDGE_SECONDS, needs=ready, opens=ready, asks=asked, variables=SANDBOX)
+math_answer = Judge(
+    _math_answer,
+    timeout_seconds=JUDGE_SECONDS,
+    needs=ready,
+    opens=ready,
+    asks=asked,
+    reference_form="#### {}",
+    variables=SANDBOX,
+)

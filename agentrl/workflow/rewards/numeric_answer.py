@@ -7,6 +7,8 @@ a limit did not answer. In its text the answer is, in this order,
 2. what the last `\boxed{...}` begins with,
 3. the last word with a digit in it.
 
+A reference is read strictly: it is one such number and words at most, or ends in `####` and that. Any other is refused.
+
 That word, a run of characters without a space, must be a number and nothing else, or there is no answer:
 
 - `72`, `+72`, `72.00`, `72.` and `.5`; a minus may be `-`, U+2212 or an en dash;
@@ -72,22 +74,47 @@ _GOES_ON = re.compile(
 )
 """After a number: it was not the whole answer but the beginning of something longer, or one answer of several."""
 
+_NO_REST = re.compile(
+    r"[\d=<^\u00b1\u2248\n]|>\s*\S|\b(?:hundred|thousand|million|billion|trillion|dozen|or|and|to|more|less)s?\b", re.IGNORECASE
+)
+"""After the number of a reference: it is more than that number."""
+
 
 def numeric_answer(episode: Episode) -> float:
     """1.0 or 0.0.
 
     Raises:
-        ValueError: the task's reference holds no number, so that no answer could be right.
+        ValueError: the task's reference is not one number, so that no answer could be right.
     """
-    gold = read_answer(episode.task.reference)
+    gold = read_reference(episode.task.reference)
     if gold is None:
         raise ValueError(
-            f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} holds no number as 72, 1,200, 0.5 or "
+            f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} is not one number as 72, 1,200, 0.5 or "
             "1.2e3 are; math_answer knows fractions and formulas"
         )
     if episode.stop_reason != "answered":
         return 0.0
     return float(read_answer(episode.final_answer) == gold)
+
+
+numeric_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
+
+
+def read_reference(text: str) -> Decimal | None:
+    """Return the number that a reference is, or that follows its last `####`; None if it is anything else.
+
+    Words may follow (`72 clips`), but no other number, sign of mathematics or word that changes the number (`5 million`).
+    """
+    text = _normal(text.rpartition("####")[2]).strip()
+    text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
+    if text.startswith(BOX):
+        inner = _boxed(text)
+        if text[len(BOX) + len(inner) :].strip("} \t$*_`."):
+            return None
+        text = inner
+        text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
+    word = _WORD.match(text)
+    return None if word is None or _NO_REST.search(text, word.end()) else _leading(text)
 
 
 def read_answer(text: str) -> Decimal | None:

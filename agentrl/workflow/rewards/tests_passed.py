@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from agentrl.workflow.errors import DatasetError, InfraError
+from agentrl.workflow.errors import InfraError
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
 from agentrl.workflow.runtime.lazy import Once
@@ -42,7 +42,6 @@ MOST_TOLD = 4 * exact_json.MAX_CHARACTERS
 MOST_LATE = 2
 """After so many tests that used up their processor time, or one that slept, the others are not tried, and count as failed."""
 
-SHOWN_REFUSED = 5
 JUDGE_SECONDS = 180.0
 """How long judging may take on the clock, turns that it waits for left out, which is the system's limit: more than all of the
 code's own."""
@@ -75,31 +74,6 @@ def question(task: Task, answer: str) -> dict[str, Any]:
         whole = metadata["setup"] in task.reference
         asking |= {"test": metadata["test"], "reference": f"{'' if whole else metadata['setup']}\n{task.reference}"}
     return {**asking, "answer": answer}
-
-
-def admitted(tasks: Sequence[Task]) -> None:
-    """Looks whether tests that are programs can be judged: whether each task's own reference passes them.
-
-    Raises:
-        DatasetError: some cannot, by the tasks' keys.
-        SandboxUnavailable, InfraError: as judging.
-    """
-    refused = [f"{task.key}: {why}" for task in tasks if task.metadata.get("test") and (why := _unjudged(task))]
-    if refused:
-        more = f"; and {len(refused) - SHOWN_REFUSED} more" if len(refused) > SHOWN_REFUSED else ""
-        raise DatasetError(
-            f"Not all tests of these tasks can be judged: {'; '.join(refused[:SHOWN_REFUSED])}{more}.",
-            "Leave their rows out, or write their tests as assert f(...) == value.",
-        )
-
-
-def _unjudged(task: Task) -> str:
-    """Why the tests cannot be judged, if so."""
-    try:
-        passed = json.loads(tests_passed.run(question(task, task.reference)).content)
-    except ValueError as error:
-        return str(error)
-    return "" if passed == 1.0 else f"its own reference passes {passed:.0%} of them"
 
 
 def read_code(text: str) -> str:
@@ -242,5 +216,11 @@ def _ended(result: Result) -> Result:
 
 _tests_passed.__name__ = "tests_passed"
 tests_passed = Judge(
-    _tests_passed, timeout_seconds=JUDGE_SECONDS, needs=sandbox, opens=sandbox, asks=asked, admits=admitted, variables=SANDBOX
+    _tests_passed,
+    timeout_seconds=JUDGE_SECONDS,
+    needs=sandbox,
+    opens=sandbox,
+    asks=asked,
+    reference_form="{}",
+    variables=SANDBOX,
 )

@@ -36,6 +36,9 @@ def text_answer(episode: Episode) -> float:
     return float(len(answer) <= MOST_CHARACTERS and normal(answer) in right)
 
 
+text_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
+
+
 def read_answer(text: str) -> str:
     """What a text gives as its answer."""
     marked = text.rpartition("####")

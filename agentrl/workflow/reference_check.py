@@ -1,0 +1,75 @@
+"""Whether rewards can score the tasks of a dataset: each task's own reference, given as the answer, must earn full marks.
+
+A reward that compares answers with references says which answer a reference is: `reference_form`, a field of a `Judge` and an
+attribute of any other function. Other rewards are not tried.
+"""
+
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from agentrl.workflow.errors import DatasetError, InfraError, SandboxUnavailable
+from agentrl.workflow.plugins import find
+from agentrl.workflow.rewards import code_hash, numbers, part_sum
+from agentrl.workflow.settings import settings
+from agentrl.workflow.trajectory import Episode, Message, Step, Task
+
+SAMPLED = 32
+"""Tasks that are tried when a run is submitted."""
+SHOWN = 5
+HINT = "Correct the rows, or name another reward. All such rows: agentrl data check FILE --reward NAME"
+
+
+def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the rewards that compare an answer with the task's reference."""
+    return tuple(name for name in names if getattr(find("rewards", name), "reference_form", ""))
+
+
+def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
+    """Check the references of some tasks, the same for the same seed. What passed is not tried again until something changes.
+
+    Raises:
+        DatasetError: some cannot be scored, by the tasks' keys.
+        SandboxUnavailable, InfraError: a reward must run code, and that failed.
+    """
+    if not names:
+        return
+    sample = random.Random(seed).sample(list(tasks), min(SAMPLED, len(tasks)))
+    parts = [code_hash(dict.fromkeys(names, 1.0)), *(task.content_hash for task in sample)]
+    passed = settings().root / "checked" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    if passed.exists():
+        return
+    if problems := reference_problems(sample, names):
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise DatasetError(
+            f"{len(problems)} of {len(sample)} tasks that were tried cannot be scored: {'; '.join(problems[:SHOWN])}{more}.",
+            HINT,
+        )
+    if settings().root.is_dir():
+        passed.parent.mkdir(exist_ok=True)
+        passed.touch()
+
+
+def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
+    """Return `key: why` for each task whose own reference does not earn full marks by one of the rewards.
+
+    Raises:
+        SandboxUnavailable, InfraError: as `check_sample`.
+    """
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)
+        return [f"{task.key}: {why}" for task, why in zip(tasks, found, strict=True) if why]
+
+
+def _problem(task: Task, name: str) -> str:
+    reward = find("rewards", name)
+    answer = Step(0, (), (), (), (), "stop", Message("assistant", reward.reference_form.format(task.reference)), 0)
+    try:
+        value = part_sum(numbers(reward(Episode(task, steps=(answer,), status="done", stop_reason="answered"))))
+    except (InfraError, SandboxUnavailable):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it raises here would fail the task's episodes
+        return f"{name}: {error}"
+    return "" if value >= 1.0 else f"{name}: its own reference earns {value:g}"
