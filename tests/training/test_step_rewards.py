@@ -23,7 +23,7 @@ from agentrl.workflow.errors import ConfigError, RewardError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.resolve import resolve
-from agentrl.workflow.store import planning, steps
+from agentrl.workflow.store import planning, reward_sets, steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.migrate import downgrade, upgrade
@@ -227,6 +227,19 @@ def test_a_step_whose_recorded_reward_is_another_than_it_earns_is_named(
         tx.execute(text("UPDATE rewards SET value = 0.75 WHERE part = 'turns' AND episode_id = 1"))
     assert main(["replay", "1", "--verify", "rewards"]) == 1
     assert "turns of step 0: recorded 0.75, now 1.0" in capsys.readouterr().out
+
+
+def test_verify_reports_every_reward_set_when_one_cannot_be_loaded(
+    own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rolled_out(own_database, asked)
+    gone = {"no_such_module:gone": 1.0}
+    reward_sets.add_reward_set(own_database, 1, "gone", "0" * 32, gone, {1: gone})
+    assert main(["replay", "1", "--verify", "rewards"]) == 1
+    shown = capsys.readouterr().out
+    assert "rewards  default: 2 parts computed again, none differ" in shown
+    assert "rewards  gone: 0 parts computed again, 1 differ" in shown
+    assert "no_such_module" in shown
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "raised ValueError: no idea"), ("nan", "returned nan at step 0")])

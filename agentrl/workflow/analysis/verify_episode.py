@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.workflow.analysis.episode_diff import SCALAR, TokenDifference
 from agentrl.workflow.checkpoints.sealed_folder import weights_of
 from agentrl.workflow.envs import Env, score_episode, scoring_hash
-from agentrl.workflow.errors import RewardError
+from agentrl.workflow.errors import ConfigError, RewardError
 from agentrl.workflow.rewards import Part, part_sum, total_reward
 from agentrl.workflow.settings import is_url
 from agentrl.workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
@@ -346,12 +346,13 @@ def check_rewards(
         InfraError: the system failed a reward.
     """
     hooks = tuple(part for part in recorded if part not in weights)
+    same_code = False
     try:
         same_code = scoring_hash(env, weights) == code
         found = score_episode(env, replace(episode, status="done", reward=None, rewards={}), weights)
         hooks = tuple(part for part in hooks if part not in found)
         sums = {SCALAR: total_reward({**found, **{part: recorded[part] for part in hooks}}, weights)}
-    except RewardError as error:
+    except (ConfigError, RewardError) as error:  # a reward that is not here keeps no other set from being verified
         return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
     differences = [
         difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)
