@@ -53,7 +53,12 @@ def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
 @each_family
 def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
     marks = {"named": '<tool_call name=""></tool_call>', "pythonic": "<|python_start|>", "mistral_args": "[TOOL_CALLS] [ARGS]"}
-    marks |= {"hermes": "<tool_call>", "qwen_coder": "<tool_call> <function=f>", "llama3": "<|python_tag|>"}
+    marks |= {
+        "hermes": "<tool_call>",
+        "qwen_coder": "<tool_call> <function=f>",
+        "glm": "<tool_call> <arg_key>",
+        "llama3": "<|python_tag|>",
+    }
     source = PLAIN + "{# " + marks.get(name, "[TOOL_CALLS]") + " #}"
     made = Chat(_with_template(source), AUTO).manner
     assert (made.tool_format.name, made.native) == (name, False)

@@ -51,6 +51,12 @@ _QWEN_CODER = """\
 {% endfor %}</function>
 </tool_call>"""
 
+_GLM_CALL = """\
+<tool_call>{{ call.function.name }}
+{% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>"""
+
 _LLAMA3 = """\
 <|begin_of_text|>
 {%- for message in messages -%}
@@ -172,6 +178,7 @@ _PHI = """\
 {% else -%}{{ eos_token }}{%- endif -%}
 """
 
+_GLM_TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _LLAMA_TOKENS = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
 )  # fmt: skip
@@ -184,6 +191,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hermes": (_CHATML.replace("CALL", _HERMES), ()),
     "named": (_CHATML.replace("CALL", _NAMED), ()),
     "qwen_coder": (_CHATML.replace("CALL", _QWEN_CODER), ()),
+    "glm": (_GLM.replace("CALL", "{{ '\\n' }}" + _GLM_CALL), _GLM_TOKENS),
     "llama3": (_LLAMA3, _LLAMA_TOKENS),
     "mistral": (_MISTRAL.replace("CALLS</s>", f"{_OLD_CALLS}</s>"), _MISTRAL_TOKENS),
     "mistral_args": (_MISTRAL.replace("CALLS</s>", f"{_NEW_CALLS}</s>"), _MISTRAL_TOKENS),
@@ -192,7 +200,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Format -> a template of a family that writes it, and the family's special tokens."""
 
 ENDINGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "next role": (_GLM.replace("CALL", _HERMES), ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")),
+    "next role": (_GLM.replace("CALL", _HERMES), _GLM_TOKENS),
     "end of sequence behind": (_PHI, ("<|end|>", "<|user|>", "<|assistant|>")),
 }
 """Ways to end a turn -> a template that does so, and its special tokens."""

@@ -6,7 +6,7 @@ be missing, and so may a `</parameter>`: the value then ends where the next line
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
@@ -25,6 +25,7 @@ from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_TAGS = (END_PARAMETER, END_FUNCTION)
 _FUNCTION = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]++)>\s*+")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*+)>")
 _ENDS_VALUE = re.compile(r"</parameter>|\n(?=<parameter=[^<>\n]++>)|(?=</function>\s*+(?:</tool_call>|\Z))")
@@ -44,7 +45,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     if opens is None:
         raise _explain_wrong(text, at, at + 1)
     name, end = unescape(opens[1]), opens.end()
-    kinds = _kinds(name, tools)
+    kinds = argument_kinds(name, tools)
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, end)) is not None:
         closes_value = _ENDS_VALUE.search(text, parameter.end())
@@ -53,7 +54,8 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
         key, end = unescape(parameter[1]), closes_value.end()
         if key in arguments:
             raise Unreadable(duplicate_key_message(key), skip_mark(text, end, END_CALL))
-        arguments[key] = _argument(text[parameter.end() : closes_value.start()], kinds.get(key, frozenset()), end)
+        value = text[parameter.end() : closes_value.start()].removeprefix("\n").removesuffix("\n")
+        arguments[key] = read_value(value, kinds.get(key, frozenset()), _stands_alone, end)
         space = _SPACE.match(text, end)
         end = space.end() if space else end
     closes = _END.match(text, end)
@@ -75,34 +77,59 @@ def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
 
 
-def _argument(text: str, kinds: Kinds, end: int) -> Any:
-    value = _value(text.removeprefix("\n").removesuffix("\n"), kinds)
+def _stands_alone(text: str) -> bool:
+    """Whether the text between tags ends where its tag does."""
+    return _ENDS_VALUE.search(f"\n{text}\n") is None
+
+
+def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
+    """Return the value of a text between tags, for `glm` too.
+
+    Args:
+        kinds: the JSON types that it may have.
+        stands_alone: whether a text may stand between these tags without quotes.
+        end: where reading goes on if the value cannot be accepted.
+
+    Raises:
+        Unreadable: the value is JSON beyond the limits.
+    """
+    value = _value(text, kinds, stands_alone)
     if isinstance(value, Unreadable):
         raise Unreadable(value.why, end)
     return value
 
 
-def _value(text: str, kinds: Kinds) -> Any:
-    """The value of a text between the tags; raises Unreadable for JSON beyond the limits."""
+def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
+    """The value of a text between the tags; the error for JSON beyond the limits."""
     try:
         value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decode_json(text)
     except ValueError:
         return text
     if isinstance(value, str):
-        return text if _is_plain(value, kinds) else value
+        return text if _is_plain(value, kinds, stands_alone) else value
     kind = _KINDS[type(value)]
     if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds) and "string" in kinds:
         return text
     return Unreadable(why, 0) if why else value
 
 
-def _is_plain(text: str, kinds: Kinds) -> bool:
+def _is_plain(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> bool:
     """Whether the text can stand between the tags without quotes."""
-    return _ENDS_VALUE.search(f"\n{text}\n") is None and "\0" not in text and _value(text, kinds) == text
+    return stands_alone(text) and "\0" not in text and _value(text, kinds, stands_alone) == text
 
 
-def _kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
-    """The JSON types of those of a tool's arguments whose schema gives them."""
+def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], tags: Sequence[str]) -> str:
+    """Return the text between tags that reads back as the value; `tags` are the closing tags that it must not contain."""
+    if isinstance(value, str) and _is_plain(value, kinds, stands_alone):
+        return value
+    quoted = spell_json(value)
+    for tag in tags:
+        quoted = quoted.replace(tag, tag.replace("/", "\\/"))
+    return quoted
+
+
+def argument_kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
+    """Return the JSON types of those of a tool's arguments whose schema gives them."""
     found: dict[str, Kinds] = {}
     for tool in tools:
         function = tool.get("function")
@@ -125,12 +152,13 @@ def _types(schema: object) -> Kinds:
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    return append_calls(content, "\n".join(_spell_call(call, _kinds(call.name, tools)) for call in calls))
+    return append_calls(content, "\n".join(_spell_call(call, argument_kinds(call.name, tools)) for call in calls))
 
 
 def _spell_call(call: ToolCall, kinds: Mapping[str, Kinds]) -> str:
     lines = (
-        f"<parameter={_escape_name(key)}>\n{_spell_value(value, kinds.get(key, frozenset()))}\n{END_PARAMETER}\n"
+        f"<parameter={_escape_name(key)}>\n{spell_value(value, kinds.get(key, frozenset()), _stands_alone, _TAGS)}\n"
+        f"{END_PARAMETER}\n"
         for key, value in call.arguments.items()
     )
     return f"{CALL}\n<function={_escape_name(call.name)}>\n{''.join(lines)}{END_FUNCTION}\n{END_CALL}"
@@ -138,15 +166,6 @@ def _spell_call(call: ToolCall, kinds: Mapping[str, Kinds]) -> str:
 
 def _escape_name(name: str) -> str:
     return escape(name, quote=False).replace("\n", "&#10;")
-
-
-def _spell_value(value: Any, kinds: Kinds) -> str:
-    if isinstance(value, str) and _is_plain(value, kinds):
-        return value
-    quoted = spell_json(value)
-    for tag in (END_PARAMETER, END_FUNCTION):
-        quoted = quoted.replace(tag, tag.replace("/", "\\/"))
-    return quoted
 
 
 qwen_coder = ToolFormat(
