@@ -343,6 +343,12 @@ def _describe_update(made: Any) -> dict[str, Any]:
     return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
 
 
+def _describe_calls(model: Any) -> str:
+    """How calls are written, and whether bare JSON counts as one."""
+    strict = ", strict" if model.strict_calls else ""
+    return f"{model.tool_format or 'auto'}{strict}" if model.tool_format != "auto" else f"the template's own{strict}"
+
+
 def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
@@ -355,6 +361,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
         "env": config.env,
         **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
+        "tool_format": _describe_calls(config.model),
         "rewards": ", ".join(rewards),
         "algorithm": config.algorithm.name,
         **_describe_update(prepared.experiment),

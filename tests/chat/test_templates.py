@@ -239,6 +239,18 @@ def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> Non
     assert NAME not in said
 
 
+UNREAD = TEMPLATE.replace("<tool_call>", "<|call_begins|>function<|sep|>").replace("</tool_call>", "<|call_ends|>")
+
+
+def test_a_template_whose_calls_no_format_reads_is_remarked_on(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    said = remark_on_tools(settle_chat(section(chat_template=UNREAD), folder), folder)
+    assert "writes calls in a form that `hermes` does not read" in said
+    other = settle_chat(section(chat_template=TEMPLATE, tool_format="pythonic"), folder)
+    assert "`pythonic` does not read" in remark_on_tools(other, folder)
+    assert "does not read" not in remark_on_tools(section(chat_template=PLAIN), folder)
+
+
 def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> None:
     assert settle_chat(section(), tmp_path).tool_format == AUTO
     assert settle_chat(section(), None).tool_format == AUTO
@@ -275,7 +287,9 @@ def test_a_run_that_its_template_would_spoil_is_refused_when_it_is_submitted(tmp
 def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, home: Path) -> None:
     folder, file = family_model(tmp_path / "model", "llama3"), tmp_path / "plain.jinja"
     asked = {"model.path": str(folder), "dataset.name": "arithmetic"}
-    assert prepare(None, build(asked)).submission.config["model"]["tool_format"] == "llama3"
+    prepared = prepare(None, build(asked))
+    assert prepared.submission.config["model"]["tool_format"] == "llama3"
+    assert not any("does not read" in remark for remark in prepared.remarks)
     assert prepare(None, build(asked | {"model.tool_format": "hermes"})).submission.config["model"]["tool_format"] == "hermes"
     file.write_text(PLAIN)
     prepared = prepare(None, build(asked | {"model.chat_template": str(file), "model.tool_format": "pythonic"}))

@@ -73,7 +73,9 @@ def test_dry_run_tells_size_and_memory_before_its_checks(
 ) -> None:
     folder = tiny_random(tmp_path / "model")
     assert main(["submit", "--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", "--dry-run"]) == 0
-    first, on_gpu, on_cpu, *checks = capsys.readouterr().err.splitlines()
+    shown = capsys.readouterr()
+    assert re.search(r"^tool_format +hermes$", shown.out, re.MULTILINE)
+    first, on_gpu, on_cpu, *checks = shown.err.splitlines()
     assert first == str(count_in_files(ModelConfig(path=str(folder), lora_r=4), folder))
     assert re.fullmatch(r"memory on a GPU: \d+\.\d GiB: model \d.* 0.5 GiB more", on_gpu)
     assert re.fullmatch(

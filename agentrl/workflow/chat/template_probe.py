@@ -172,6 +172,18 @@ def _rewrites(render: Render, manner: Manner) -> str:
     return "rewrites earlier turns before a tool's result, so that an episode is not one row of tokens"
 
 
+def writes_calls_unread(render: Render, manner: Manner) -> bool:
+    """Whether the template writes calls itself, in a way that the chosen format does not read."""
+    if manner.native:
+        return False
+    native = replace(manner, native=True, many=True)
+    turns = list(native.plain([_USER, Message("assistant", "", tool_calls=(_CALL,))], [_PROBE_TOOL]))
+    try:
+        return ARGUMENT in render(turns, [_PROBE_TOOL], False)
+    except FAULTS:
+        return False
+
+
 def is_silent_on_tools(render: Render, manner: Manner) -> bool:
     """Whether the template leaves the tools out of the prompt."""
     try:

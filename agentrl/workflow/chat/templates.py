@@ -17,7 +17,15 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from agentrl.workflow.chat.template_probe import Manner, Render, find_trouble, is_silent_on_tools, legacy_manner, manner_of
+from agentrl.workflow.chat.template_probe import (
+    Manner,
+    Render,
+    find_trouble,
+    is_silent_on_tools,
+    legacy_manner,
+    manner_of,
+    writes_calls_unread,
+)
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -221,11 +229,20 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """A remark if the template leaves the tools out of the prompt; else empty."""
+    """A remark if the template leaves tools out of the prompt, or writes calls that the format does not read; else empty."""
     spoken = _renderer_and_manner(config, folder)
-    if spoken is None or not is_silent_on_tools(*spoken):
+    if spoken is None:
         return ""
-    return (
-        "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"
-        f" {spoken[1].tool_format.name} does. One that renders them: --chat-template FILE"
-    )
+    name = spoken[1].tool_format.name
+    remarks = []
+    if is_silent_on_tools(*spoken):
+        remarks.append(
+            "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"
+            f" {name} does. One that renders them: --chat-template FILE"
+        )
+    if writes_calls_unread(*spoken):
+        remarks.append(
+            f"The chat template writes calls in a form that `{name}` does not read: calls in the model's own form are plain"
+            " text. See the formats: docs/tools-and-sandbox.md, or write one: --tool-format my.formats:mine"
+        )
+    return "\n".join(remarks)
