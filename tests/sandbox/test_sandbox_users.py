@@ -13,6 +13,7 @@ from agentrl.workflow.rewards import Judge, math_answer, tests_passed
 from agentrl.workflow.sandbox import Sandbox
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.find import find_unsafe
 from agentrl.workflow.tools.python import CodeTool, Notebook, sandbox
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall
 from tests.conftest import missing
@@ -20,10 +21,11 @@ from tests.sandbox.test_sandbox_backends import KINDS
 from tests.sandbox.test_sandbox_backends import docker_sandbox as docker_sandbox
 from tests.sandbox.test_sandbox_backends import landlock_sandbox as landlock_sandbox
 from tests.sandbox.test_sandbox_backends import ordinary_sandbox as ordinary_sandbox
-from tests.support.sandbox_fixtures import machine
+from tests.support.sandbox_fixtures import SETTINGS, machine
 
 FIXTURES = {
     "bwrap": "bwrap_sandbox",
+    "none-unsafe": "unsafe_sandbox",
     **dict(zip(KINDS, ("landlock_sandbox", "ordinary_sandbox", "docker_sandbox"), strict=True)),
 }
 DOUBLE = "def f(x):\n    return 2 * x"
@@ -33,6 +35,13 @@ CASES = [Case((2,), 4, "equal").text]
 @pytest.fixture(scope="module")
 def bwrap_sandbox() -> Iterator[Sandbox]:
     made = Boxed(replace(machine(), nests=False))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def unsafe_sandbox() -> Iterator[Sandbox]:
+    made = find_unsafe(SETTINGS)
     yield made
     made.close()
 
