@@ -197,6 +197,11 @@ def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
     check(list_episodes, episodes, lambda row: row.group_id == group, group=group)
     check(list_episodes, EpisodeFilter("old"), lambda row: row.error == "the reward raised", text="REWARD raised")
     check(list_episodes, episodes, lambda row: "84" in row.final_answer, text="84")
+    # Every call's result is 42; only those of failed calls are looked at.
+    failed = {
+        row.episode_id for row in list_calls(grown, replace(calls, error_class="division_by_zero"), Paging(MAX_SIZE)).rows
+    }
+    check(list_episodes, episodes, lambda row: row.id in failed or "42" in row.final_answer + row.error, text="42")
     check(list_groups, groups, lambda row: row.iteration == 2 and row.task == "train/20", iteration=2, task="train/20")
     check(list_iterations, IterationFilter("large"), lambda row: row.iteration > 1, after=1)
     check(list_iterations, IterationFilter("live"), lambda row: row.status == "running", status="running")

@@ -71,7 +71,7 @@ class EpisodeFilter:
         group: the group's number.
         task: the task's key.
         tool_errors: the fewest failed calls.
-        text: a text in the answer or the error.
+        text: a text in the answer, the error, or the result of a failed call.
     """
 
     run: str
@@ -95,7 +95,10 @@ _CONDITIONS = {
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "tool_errors": "tool_errors >= :tool_errors",
-    "text": "(lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!')",
+    "text": """
+        (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
+         OR EXISTS (SELECT 1 FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt
+                    AND c.error_class IS NOT NULL AND lower(c.result) LIKE lower(:text) ESCAPE '!'))""",
 }
 
 
