@@ -110,6 +110,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""
 
+    @property
+    def is_rich(self) -> bool:
+        """Whether there is more to it than its role and content."""
+        return bool(self.thought or self.tool_calls or self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -123,7 +128,15 @@ class Task:
     @property
     def content_hash(self) -> str:
         """Hash of what the row says, so that an edited row is another task."""
-        text = json.dumps([[(m.role, m.content) for m in self.messages], self.reference, dict(self.metadata)], sort_keys=True)
+        messages = [
+            [
+                m.role,
+                m.content,
+                *([m.thought, m.name, [(c.name, dict(c.arguments)) for c in m.tool_calls]] if m.is_rich else []),
+            ]
+            for m in self.messages
+        ]
+        text = json.dumps([messages, self.reference, dict(self.metadata)], sort_keys=True)
         return hashlib.sha256(f"{self.key}\0{text}".encode()).hexdigest()[:32]
 
 

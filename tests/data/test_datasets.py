@@ -20,7 +20,7 @@ from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import score, total_reward
 from agentrl.workflow.settings import settings
-from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolResult
+from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = {"question": "1+1?", "answer": "2"}
@@ -205,6 +205,31 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> Non
     assert [task.reference for task in load_tasks(DatasetConfig(name=str(path))).tasks] == ["1", "2"]
 
 
+def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "6*7"}'}}
+    history = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "What is 6 "}, {"type": "text", "text": "times 7?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ]
+    lines = [{"prompt": history, "answer": 42}, {"messages": [*history, {"role": "user", "content": "Twice?"}], "answer": 84}]
+    lines.append({"prompt": history[:2], "answer": 42})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    tasks, _ = read_tasks(path)
+    expected = (
+        Message("system", "Be short."),
+        Message("user", "What is 6 times 7?"),
+        Message("assistant", "", tool_calls=(ToolCall("calculator", {"expression": "6*7"}),)),
+        Message("tool", "42", name="calculator"),
+    )
+    assert [task.messages for task in tasks] == [expected, (*expected, Message("user", "Twice?")), expected[:2]]
+    other = replace(expected[2], tool_calls=(ToolCall("calculator", {"expression": "6*8"}),))
+    changed = replace(tasks[0], messages=(*expected[:2], other, expected[3]))
+    assert changed.content_hash != tasks[0].content_hash
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -232,9 +257,20 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> Non
         ({"messages": [], "answer": "1"}, "'messages' is an empty list"),
         ({"messages": {}, "answer": "1"}, "'messages' must be a list, not an object"),
         (b'{"question": "?", "answer": ' + b"1" * 5000 + b"}", "a number of 5000 digits is too large"),
-        ({"messages": [{"role": "user"}], "answer": "1"}, r"messages\[0\] must hold 'role' and 'content'"),
-        ({"messages": [{"role": "tool", "content": "x"}], "answer": "1"}, r"messages\[0\].role must be one of"),
-        ({"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}, "the last message must be the user's"),
+        ({"messages": [{"role": "user"}], "answer": "1"}, r"'messages\[0\].content' must be text, not null"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}], "answer": "1"},
+            "no assistant's call stands before this tool's result",
+        ),
+        ({"messages": [{"role": "robot", "content": "x"}], "answer": "1"}, r"messages\[0\].role must be one of"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},
+            "only parts of the type text are taken",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}], "answer": "1"},
+            "the last message must be the user's or a tool's",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 600_000}] * 2, "answer": "1"}, "the prompt has 1.2 MB"),
     ],
 )

@@ -1,9 +1,11 @@
 """jsonl: any file of JSON lines as a dataset. `--dataset FILE.jsonl`
 
-One object per line: `question` or `prompt` (text) or `messages` (a list of `{"role", "content"}`), and `answer` or
-`reference` (text or a number; `"reference": null` where there is none). All other keys become the task's metadata. The file is
-UTF-8, with or without a byte-order mark, with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's
-name and line.
+One object per line: `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
+`"reference": null` where there is none). All other keys become the task's metadata. The file is UTF-8, with or without a
+byte-order mark, with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's name and line.
+
+Messages are those of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, content as text or as parts of
+text. The developer's are the system's. The last is the user's or a tool's.
 
 All malformed lines are reported at once, so that a file can be repaired in one go.
 """
@@ -17,11 +19,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from agentrl.workflow.call_json import read_arguments
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
-from agentrl.workflow.trajectory import Message, Task
+from agentrl.workflow.trajectory import Message, Role, Task, ToolCall
 
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
@@ -31,7 +34,7 @@ SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
 REFERENCES = ("answer", "reference")
-ROLES = ("system", "user", "assistant")
+ROLES: tuple[Role, ...] = get_args(Role)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -98,11 +101,11 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     """The well-formed rows, and `line N: why` for each malformed line, in the order of the file."""
     rows: list[Row] = []
     problems: list[str] = []
-    seen: dict[tuple[tuple[Message, ...], str], int] = {}
+    seen: dict[str, int] = {}
     for number, line in number_lines(lines):
         try:
             row = _row(number, line)
-            first = seen.setdefault((row.messages, row.reference), number)
+            first = seen.setdefault(repr((row.messages, row.reference)), number)
             if first != number:
                 raise ValueError(f"the same question and answer as line {first}")
             rows.append(row)
@@ -125,7 +128,10 @@ def _row(number: int, line: bytes) -> Row:
     reference = only_one_of(REFERENCES, row)
     metadata = {key: value for key, value in row.items() if key not in (prompt, reference)}
     _refuse_unstorable(metadata)
-    messages = _messages(row[prompt]) if prompt == "messages" else (Message("user", _prompt_text(prompt, row[prompt])),)
+    if prompt == "messages" or (prompt == "prompt" and isinstance(row[prompt], list)):
+        messages = _messages(prompt, row[prompt])
+    else:
+        messages = (Message("user", _prompt_text(prompt, row[prompt])),)
     return Row(number, messages, _reference(reference, row[reference]), metadata)
 
 
@@ -188,25 +194,74 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
     return present[0]
 
 
-def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"'messages' must be a list, not {kind_of(value)}")
-    if not value:
-        raise ValueError("'messages' is an empty list")
-    messages = tuple(_message(index, item) for index, item in enumerate(value))
-    _refuse_large(sum(len(message.content.encode()) for message in messages))
-    if messages[-1].role != "user":
-        raise ValueError(f"the last message must be the user's, not the {messages[-1].role}'s")
+def _messages(name: str, value: object) -> tuple[Message, ...]:
+    messages = read_messages(name, value)
+    if not messages:
+        raise ValueError(f"{name!r} is an empty list")
+    _refuse_large(sum(len(message.content.encode()) + len(repr(message.tool_calls)) for message in messages))
+    if messages[-1].role not in ("user", "tool"):
+        raise ValueError(f"the last message must be the user's or a tool's, not the {messages[-1].role}'s")
     return messages
 
 
-def _message(index: int, item: object) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(item, dict) or set(item) != {"role", "content"}:
-        raise ValueError(f"{where} must hold 'role' and 'content' and nothing else")
-    if item["role"] not in ROLES:
+def read_messages(name: str, value: object) -> tuple[Message, ...]:
+    """Return the messages of a list in OpenAI's form: calls and their results, parts of text, the developer's role too.
+
+    Raises:
+        ValueError: it is no such list; the message names the place.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{name!r} must be a list, not {kind_of(value)}")
+    callers: dict[str, str] = {}
+    return tuple(_message(f"{name}[{index}]", item, callers) for index, item in enumerate(value))
+
+
+def _message(where: str, item: object, callers: dict[str, str]) -> Message:
+    """The message; `callers` are the names of the tools that were called, by the ids of the calls so far."""
+    if not isinstance(item, dict):
+        raise ValueError(f"{where} must be an object, not {kind_of(item)}")
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    if role not in ROLES:
         raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}")
-    return Message(item["role"], _prompt_text(f"{where}.content", item["content"]))
+    calls = item.get("tool_calls") or []
+    content = _joined_parts(f"{where}.content", item.get("content"))
+    silent = content in (None, "") and (bool(calls) or role == "tool")  # a call needs no word, and a tool may have none
+    text = "" if silent else plain_text(f"{where}.content", content)
+    if role != "assistant":
+        if role == "tool" and not callers:
+            raise ValueError(f"{where}: no assistant's call stands before this tool's result")
+        if calls:
+            raise ValueError(f"{where}.tool_calls: only an assistant calls tools")
+        caller = callers.get(str(item.get("tool_call_id")), "") if role == "tool" else ""
+        return Message(role, text, name=_optional_text(f"{where}.name", item.get("name")) or caller)
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
+    made = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
+    callers |= {str(given.get("id")): call.name for given, call in zip(calls, made, strict=True)}
+    return Message(role, text, _optional_text(f"{where}.reasoning_content", item.get("reasoning_content")), made)
+
+
+def _joined_parts(where: str, content: object) -> object:
+    """The text of a list of parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+        raise ValueError(f"{where}: only parts of the type text are taken")
+    return "".join(part["text"] for part in content)
+
+
+def _optional_text(where: str, value: object) -> str:
+    return "" if value in (None, "") else plain_text(where, value)
+
+
+def _call(where: str, value: object) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError(f"{where} must hold a 'function' with a 'name' and 'arguments'")
+    call = read_arguments(plain_text(f"{where}.function.name", function.get("name")), function.get("arguments", {}))
+    if call.error:
+        raise ValueError(f"{where}: {call.error}")
+    return call
 
 
 def _prompt_text(name: str, value: object) -> str:

@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from agentrl.workflow.call_json import read_arguments
-from agentrl.workflow.datasets.jsonl import kind_of, malformed_error, number_lines, only_one_of, plain_text, read_object
+from agentrl.workflow.datasets.jsonl import malformed_error, number_lines, only_one_of, plain_text, read_messages, read_object
 from agentrl.workflow.errors import DatasetError
-from agentrl.workflow.trajectory import Message, Role, ToolCall
+from agentrl.workflow.trajectory import Message
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
-ROLES: tuple[Role, ...] = get_args(Role)
 MOST_BYTES = 4_000_000
 """The most bytes of one line: a conversation that any model could read is shorter."""
 
@@ -72,9 +70,7 @@ def _demonstration(line: bytes) -> Demonstration:
 
 
 def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"'messages' must be a list, not {kind_of(value)}")
-    messages = tuple(_message(f"messages[{index}]", item) for index, item in enumerate(value))
+    messages = read_messages("messages", value)
     said = [message.role == "assistant" for message in messages]
     if not any(said):
         raise ValueError("no message is the assistant's")
@@ -82,40 +78,6 @@ def _messages(value: object) -> tuple[Message, ...]:
         raise ValueError("an assistant's message answers none that stands before it")
     last = max(index for index, own in enumerate(said) if own)
     return messages[: last + 1]
-
-
-def _message(where: str, item: object) -> Message:
-    if not isinstance(item, dict):
-        raise ValueError(f"{where} must be an object, not {kind_of(item)}")
-    role: Role | None = item.get("role")
-    if role not in ROLES:
-        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}")
-    calls = item.get("tool_calls") or []
-    content = item.get("content")
-    silent = content in (None, "") and (bool(calls) or role == "tool")  # a call needs no word, and a tool may have none
-    text = "" if silent else plain_text(f"{where}.content", content)
-    if role != "assistant":
-        if calls:
-            raise ValueError(f"{where}.tool_calls: only an assistant calls tools")
-        return Message(role, text, name=_optional_text(f"{where}.name", item.get("name")))
-    if not isinstance(calls, list):
-        raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
-    made = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
-    return Message(role, text, _optional_text(f"{where}.reasoning_content", item.get("reasoning_content")), made)
-
-
-def _optional_text(where: str, value: object) -> str:
-    return "" if value in (None, "") else plain_text(where, value)
-
-
-def _call(where: str, value: object) -> ToolCall:
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict):
-        raise ValueError(f"{where} must hold a 'function' with a 'name' and 'arguments'")
-    call = read_arguments(plain_text(f"{where}.function.name", function.get("name")), function.get("arguments", {}))
-    if call.error:
-        raise ValueError(f"{where}: {call.error}")
-    return call
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
