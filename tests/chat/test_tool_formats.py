@@ -292,6 +292,8 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
         ("pythonic", "[f(a='it\\'s', b=[-2.5e3, (True, None)],)]", ToolCall("f", {"a": "it's", "b": [-2500.0, [True, None]]})),
         ("pythonic", '[f(a="""x\n"y" z""")]', ToolCall("f", {"a": 'x\n"y" z'})),
         ("pythonic", "<|tool_call_start|>[f(a={'b': null})]<|tool_call_end|>", ToolCall("f", {"a": {"b": None}})),
+        ("pythonic", "[f(a='x\ny', b=\"z\n\")]", ToolCall("f", {"a": "x\ny", "b": "z\n"})),
+        ("pythonic", "<|tool_call_start|>[f(a='x\ny')]<|tool_call_end|>", ToolCall("f", {"a": "x\ny"})),
         ("pythonic", "[f(a=1, a=2)]", 'the key "a" stands twice'),
         ("pythonic", "[f(a=1e999)]", "Out of range float values"),
         ("pythonic", "[f(a=open('x'))]", "cannot be read from"),

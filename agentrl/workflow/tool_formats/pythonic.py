@@ -1,8 +1,8 @@
 """pythonic: a turn that is a list of calls in Python, `[name(arg=1), other(text="...")]`. For Llama 3.2, 4, LFM2, ToolACE.
 
-Values are literals: text in any of Python's quotes, numbers, True, False, None (JSON's words too), lists, tuples and dicts;
-`**{"any key": 1}` passes keys that are no identifiers. Nothing is evaluated. Between `<|python_start|>` and `<|python_end|>`
-(LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
+Values are literals: text in any of Python's quotes, which may hold raw line breaks; numbers, True, False, None (JSON's words
+too), lists, tuples and dicts; `**{"any key": 1}` passes keys that are no identifiers. Nothing is evaluated. Between
+`<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
 """
 
 import re
@@ -30,7 +30,7 @@ _ENDS = re.compile(r"(?:\s*+<\|(?:python|tool_call)_end\|>)?")
 _TOKEN = re.compile(
     r"""\s*+(?:(?P<text>\"{3}(?:[^"\\]|\\.|"[^"\\]|"\\.|""[^"\\]|""\\.)*+\"{3}
     |'{3}(?:[^'\\]|\\.|'[^'\\]|'\\.|''[^'\\]|''\\.)*+'{3}
-    |"(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+')
+    |"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
     |(?P<number>[-+]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?)
     |(?P<name>[A-Za-z_][A-Za-z0-9_./-]*+)|(?P<sign>\*\*|[][(){},:=]))""",
     re.DOTALL | re.VERBOSE,
