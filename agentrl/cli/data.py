@@ -17,7 +17,7 @@ def _group() -> None:
 
 @data.command()
 def check(
-    dataset: Annotated[str, typer.Argument(metavar="FILE", help="A .jsonl file, a dataset, or module:name.")],
+    dataset: Annotated[str, typer.Argument(metavar="FILE", help="A .jsonl file, the name of a dataset, or module:name.")],
     reward: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A reward to try; may be repeated [those of the dataset's env].", show_default=False),

@@ -95,7 +95,7 @@ def _fate_lines(found: Any) -> Iterator[Line]:
     yield f"episode {found['id']}  of {found['run']}, iteration {found['iteration']}, task {found['task']}", "bold"
     yield f"  {fate_sentence(found)}", ""
     if found["status"] == "done" and found["error"]:
-        yield f"  its agent ended badly: {one_line(found['error'], 1000)}", "red"
+        yield f"  its agent failed: {one_line(found['error'], 1000)}", "red"
     if found["attempt"]:
         yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
     if found["parent_id"] is not None:

@@ -90,7 +90,7 @@ def serve(
         if not key and not is_loopback(listening):
             said = f"At {host} other machines could call, and no key is set."
             raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")
-        origins = _origins(settings().serve_origins, key)
+        origins = _read_origins(settings().serve_origins, key)
         config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
         set_up_logging()
         with _database(no_record) as db:
@@ -98,11 +98,11 @@ def serve(
             _serve(db, config, ref, of, listening, how)
 
 
-def _origins(text: str, key: str) -> frozenset[str]:
-    """The origins of AGENTRL_SERVE_ORIGINS.
+def _read_origins(text: str, key: str) -> frozenset[str]:
+    """Return the origins that AGENTRL_SERVE_ORIGINS names.
 
     Raises:
-        ConfigError: one is not an origin, or no key is set.
+        ConfigError: it names something else, or no key is set.
     """
     from agentrl.workers.serving.cors import read_origins
 

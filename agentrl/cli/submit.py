@@ -344,7 +344,7 @@ def _describe_update(made: Any) -> dict[str, Any]:
 
 
 def _describe_calls(model: Any) -> str:
-    """How calls are written, and whether bare JSON counts as one."""
+    """Name the format of calls, and say if bare JSON does not count as one."""
     strict = ", strict" if model.strict_calls else ""
     return f"{model.tool_format or 'auto'}{strict}" if model.tool_format != "auto" else f"the template's own{strict}"
 

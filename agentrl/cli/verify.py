@@ -154,8 +154,8 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
         return limits, key_asked(origin.key, asked) if is_clients else origin.key
 
     episode = origin.record.episode
-    asked_of = (origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling, origin.clock)
-    return check_tokens(episode, *asked_of)
+    inputs = (origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling, origin.clock)
+    return check_tokens(episode, *inputs)
 
 
 def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":

@@ -1,7 +1,7 @@
 """Tool calls from untrusted JSON, which is bounded before it is decoded.
 
-Every format of `tool_formats` reads through here, so that the same limits hold for all of them. Text may hold raw line
-breaks: models write code so.
+Every format of `tool_formats` reads through here, so that the same limits hold for all of them. Strings may contain
+raw line breaks: models write code that way.
 """
 
 import json
@@ -132,7 +132,7 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """The call of a tool by that name. Its arguments are an object, a string that holds one, or null; else it is unreadable."""
+    """Return the call of the tool of that name; an unreadable one unless `arguments` is an object, a string of one, or null."""
     why = ""
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):

@@ -105,7 +105,7 @@ class ModelConfig(Section):
         max_length=256,
         description="How calls are written [the template's way]",
     )
-    strict_calls: bool = Field(False, description="Read no turn of bare JSON as a call; only what the format writes")
+    strict_calls: bool = Field(False, description="Read calls only as the format writes them, not as bare JSON")
     chat_template: str | None = Field(
         None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
     )
@@ -397,7 +397,7 @@ class RunConfig(Section):
     iterations: int | None = Field(None, ge=1, le=MOST, description="Its length, instead of epochs")
     env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
     tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
-    rewards: Weights = Field({}, description="The objective; the env's own count only where named [the env's]")
+    rewards: Weights = Field({}, description="The objective; the env's others have weight 0 [the env's]")
     resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(
         {}, description="Texts that it works with, by name: prompts, system_prompt, tool:NAME"
     )

@@ -37,8 +37,8 @@ class AgentRLError(Exception):
         return [f"{type(self).__name__}: {self.message}", *([f"  {self.hint}"] if self.hint else [])]
 
 
-def raised_in(error: BaseException) -> str:
-    """Return the function and line where an error was raised: all that a log may say of it where values may hold a key."""
+def locate_error(error: BaseException) -> str:
+    """Return the function and line where an error was raised. Unlike a traceback, they cannot show a key."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -68,7 +68,7 @@ class Experiment:
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Reward -> weight: the config's, and beside them those of the env with weight 0; if the config has none, the env's."""
+        """Reward -> weight: the env's, unless the config names rewards; then the env's others have weight 0."""
         if self.stored_weights is not None:
             return self.stored_weights
         for name in self.config.rewards:
@@ -76,8 +76,8 @@ class Experiment:
         return {**dict.fromkeys(self.env.rewards, 0.0), **self.config.rewards} if self.config.rewards else self.env.rewards
 
     @cached_property
-    def uncounted(self) -> tuple[str, ...]:
-        """The env's own rewards that would count if the config named no others."""
+    def uncounted_rewards(self) -> tuple[str, ...]:
+        """The env's rewards that have weight 0 because the config names others."""
         named = self.config.rewards
         return tuple(name for name, weight in self.env.rewards.items() if weight and named and name not in named)
 

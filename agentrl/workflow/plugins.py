@@ -116,7 +116,7 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """What is hashed of a module's source: its statements. Comments, docstrings and layout are left out.
+    """Return the part of a module's source that is hashed: its statements, without comments, docstrings and layout.
 
     Raises:
         OSError: its file is gone.
@@ -130,12 +130,12 @@ def _statements(source: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+            node.body = [each for each in body if not _is_docstring(each)] or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.unparse(tree)
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    """Whether the statement is only a text: a docstring."""
+def _is_docstring(statement: ast.stmt) -> bool:
+    """Whether the statement is only a string, as docstrings are."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )

@@ -16,9 +16,9 @@ from agentrl.workflow.rewards import code_hash, numbers, part_sum
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
-SAMPLED = 32
+SAMPLE_SIZE = 32
 """Tasks that are tried when a run is submitted."""
-SHOWN = 5
+MAX_SHOWN = 5
 HINT = "Correct the rows, or name another reward. All such rows: agentrl data check FILE --reward NAME"
 
 
@@ -28,23 +28,26 @@ def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
-    """Check the references of some tasks, the same for the same seed. What passed is not tried again until something changes.
+    """Check the references of a sample of tasks, drawn by the seed.
+
+    A sample that passed is not tried again until its tasks or the code of the rewards change.
 
     Raises:
-        DatasetError: some cannot be scored, by the tasks' keys.
+        DatasetError: some tasks cannot be scored; the message has their keys.
         SandboxUnavailable, InfraError: a reward must run code, and that failed.
     """
     if not names:
         return
-    sample = random.Random(seed).sample(list(tasks), min(SAMPLED, len(tasks)))
+    sample = random.Random(seed).sample(list(tasks), min(SAMPLE_SIZE, len(tasks)))
     parts = [code_hash(dict.fromkeys(names, 1.0)), *(task.content_hash for task in sample)]
     passed = settings().root / "checked" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     if passed.exists():
         return
     if problems := reference_problems(sample, names):
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+        shown = "; ".join(problems[:MAX_SHOWN])
         raise DatasetError(
-            f"{len(problems)} of {len(sample)} tasks that were tried cannot be scored: {'; '.join(problems[:SHOWN])}{more}.",
+            f"{len(problems)} of {len(sample)} tasks that were tried cannot be scored: {shown}{more}.",
             HINT,
         )
     if settings().root.is_dir():

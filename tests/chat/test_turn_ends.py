@@ -8,7 +8,7 @@ import pytest
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.open_policy import open_policy
-from agentrl.workflow.models.loading import stop_ids
+from agentrl.workflow.models.loading import read_stop_ids
 from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.training.demonstrations import Demonstration
@@ -106,7 +106,7 @@ def test_stop_ids_are_those_of_the_models_files(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert stop_ids(tmp_path) == expected
+    assert read_stop_ids(tmp_path) == expected
 
 
 def test_a_turn_ends_at_each_token_that_generation_config_lists(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pyt
     assert "failed" not in only
     assert "'agent_error'" in agentrl(capsys, "episodes", "--stop-reason", "agnt_error", code=2)
     assert "KeyError: 'x'" in agentrl(capsys, "why", str(int(outside) + 1))
-    assert "its agent ended badly: RuntimeError: boom" in agentrl(capsys, "why", outside)
+    assert "its agent failed: RuntimeError: boom" in agentrl(capsys, "why", outside)
 
 
 def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.plugins import find, names
-from agentrl.workflow.reference_check import SAMPLED, check_sample, comparing_rewards, reference_problems
+from agentrl.workflow.reference_check import SAMPLE_SIZE, check_sample, comparing_rewards, reference_problems
 from agentrl.workflow.trajectory import Message, Task
 from tests.data.test_datasets import write
 from tests.rewards.test_code import box as box
@@ -70,7 +70,7 @@ def test_check_sample_tries_the_same_tasks_once_until_something_changes(home: Pa
         check_sample(many, ["numeric_answer"], 0)
     check_sample(many, ["numeric_answer"], 1)
     check_sample(many, ["numeric_answer", "text_answer"], 0)
-    assert tried == [SAMPLED] * 3
+    assert tried == [SAMPLE_SIZE] * 3
 
 
 def test_data_check_lists_all_rows_that_cannot_be_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

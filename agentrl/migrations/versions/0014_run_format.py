@@ -1,4 +1,4 @@
-"""The format of a run: `runs.key_scheme` becomes `runs.format`, and running runs are paused: their rules are of older code."""
+"""The format of a run: `runs.key_scheme` becomes `runs.format`, and running runs, which follow older rules, are paused."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -20,6 +20,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Renames it back; the older code takes runs of a newer format for its own."""
+    """Renames it back. Older code then treats runs of a newer format as its own."""
     with op.batch_alter_table("runs") as runs:
         runs.alter_column("format", new_column_name="key_scheme", existing_type=sa.Integer(), server_default="1")

@@ -54,7 +54,7 @@ class Place:
         return "" if self.command else asked.name
 
     def order(self, asked: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
-        """The order for the guardian, which keeps the `keys` out of what it reports of the agent's output."""
+        """The order for the guardian. It reports the agent's output without the `keys`."""
         return Order(
             command=self.command,
             environment=self.environment,

@@ -96,9 +96,9 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentE
         heartbeat().drop_agent(work.id, claim)
     if report is None:
         return None
-    end, known = AgentEnd(**asdict(report)), (llm.api_key, emit_key)
-    answer = None if end.answer is None else hide_keys(end.answer, known)
-    return replace(end, answer=answer, error=hide_keys(end.error, known))
+    end, keys = AgentEnd(**asdict(report)), (llm.api_key, emit_key)
+    answer = None if end.answer is None else hide_keys(end.answer, keys)
+    return replace(end, answer=answer, error=hide_keys(end.error, keys))
 
 
 def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:

@@ -1,4 +1,4 @@
-"""What an agent printed, as its row keeps it: the beginning and the end of long output, without its keys.
+"""The part of an agent's output that its row keeps: the beginning and the end if it is long, without the agent's keys.
 
 Keys are replaced before anything is cut, so that no part of one is left at a cut.
 """
@@ -49,7 +49,7 @@ class KeptOutput:
         before_tail = self.size - len(self._tail)
         if before_tail <= len(self._head):
             return self._shown(self._head[:before_tail] + self._tail)
-        # A key at the cut was not found whole. It is shorter than the margin, which goes now.
+        # A key that the cut split was not replaced. What is left of it is shorter than the margin, which is removed here.
         head = self._shown(self._head)[: -self._margin or None]
         tail = self._shown(self._tail)[self._margin :]
         return f"{head}\n[{self.size - HEAD_BYTES - TAIL_BYTES} bytes are left out]\n{tail}"
@@ -63,7 +63,7 @@ class KeptOutput:
 
 
 def add_last_lines(error: str, output: str) -> str:
-    """Return the error with the last line of the output behind it, and a few lines before that one below it."""
+    """Return the error followed by the last line of the output, with the last few lines quoted below."""
     lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
     if not lines:
         return error

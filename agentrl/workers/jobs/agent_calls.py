@@ -14,7 +14,13 @@ from agentrl.workflow.dialects import Ask, RequestError, Turn
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The call is sampled, or was: its prompt, by what its reply is known, and how many tokens an earlier turn has."""
+    """The call is sampled, or was.
+
+    Args:
+        prompt_ids: all tokens before its turns.
+        request_id, created: of its reply.
+        cached_tokens: how many tokens of the prompt an earlier turn of the episode has.
+    """
 
     prompt_ids: tuple[int, ...]
     request_id: str

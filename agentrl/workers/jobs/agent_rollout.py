@@ -378,7 +378,7 @@ class AgentRollout:
 
 
 def fingerprint_of(policy: PolicyRef) -> str:
-    """Return what replies call the weights of a policy: the same for the same weights, and nothing that opens anything."""
+    """Return the `system_fingerprint` of a policy: the same for the same weights, and only a hash of them."""
     return f"fp_{sha256('/'.join(policy.weights).encode()).hexdigest()[:10]}"
 
 

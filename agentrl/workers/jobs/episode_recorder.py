@@ -31,7 +31,7 @@ class EpisodeRecorder:
     """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
     end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count, as
     those that agents and tools emit, where the run has no others, or `counts_own`; `of_agents` says that such agents decide,
-    and `agent_errors` how they ended badly: (error class, error), both empty where they did not.
+    and `agent_errors` holds how an episode's agent failed: (error class, error), both empty if it did not.
     """
 
     db: Database
@@ -156,7 +156,7 @@ class EpisodeRecorder:
             self.iteration_ready = finished.iteration
 
     def _of_agent(self, outcome: Outcome) -> Outcome:
-        """The outcome with what its agent said when it ended badly, unless the episode failed for another reason."""
+        """Return the outcome with its agent's error, unless the episode failed for another reason."""
         error_class, error = self.agent_errors.get(outcome.episode, ("", ""))
         if outcome.error_class:
             error_class, error = outcome.error_class, outcome.error

@@ -26,7 +26,7 @@ from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.annotations import Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, chat_completions
-from agentrl.workflow.errors import ConflictError, ServiceError, StateError, raised_in
+from agentrl.workflow.errors import ConflictError, ServiceError, StateError, locate_error
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
@@ -119,7 +119,7 @@ class SamplingServer:
             log.warning("%s", error)
             await exchange.refuse(RequestError(503, "The sampler cannot answer now.", code="unavailable"))
         except Exception as error:  # noqa: BLE001 - no traceback: its values might show a key
-            log.error("a request failed: %s in %s", type(error).__name__, raised_in(error))
+            log.error("a request failed: %s in %s", type(error).__name__, locate_error(error))
             await exchange.refuse(RequestError(500, "The sampler failed; its log says where.", code="internal_error"))
 
     async def _serve(self, exchange: "Exchange") -> None:

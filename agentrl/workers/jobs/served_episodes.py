@@ -173,9 +173,9 @@ class ServedEpisodes:
             self._write_end(self._opened[episode])
 
     def _end_lost_runs(self) -> None:
-        """Ends the runs of servers that are gone, if their leases were over at the last look already.
+        """End the runs of servers that are gone: those whose leases were over at the look before, too.
 
-        One look is not enough: after a machine's sleep the leases of all live servers are over until each has renewed its own.
+        One look is not enough. After a machine sleeps, the leases of live servers are over as well until each renews its own.
         """
         lost = served_runs.find_lost_runs(self.db, settings().lease_seconds) - {self.run.id}
         served_runs.end_lost_runs(self.db, settings().lease_seconds, lost & self._lost_runs)

@@ -29,7 +29,7 @@ class Serving:
         idle_seconds: after which an episode in which nothing was asked for ends.
         keep_days: for how many days its episodes are kept; None: for ever.
         records: whether anything is kept.
-        origins: origins of pages whose calls a browser lets through.
+        origins: origins of the web pages that may call it.
     """
 
     key: str = ""

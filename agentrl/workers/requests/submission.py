@@ -100,7 +100,7 @@ def prepare(
         check_rewards(asked.weights)
         load_hooks(config.hooks)
     with check("references"):
-        check_sample(loaded.tasks, _untested_rewards(asked), config.seed)
+        check_sample(loaded.tasks, _rewards_to_check(asked), config.seed)
     if kind == "train":
         config = settle_run(config)
         trainers.check(config)
@@ -174,8 +174,11 @@ def _check_tools(made: Experiment) -> None:
         tool.check()
 
 
-def _untested_rewards(made: Experiment) -> tuple[str, ...]:
-    """Return the rewards to try on the tasks' references: all but those of a dataset of agentrl's own, which its tests try."""
+def _rewards_to_check(made: Experiment) -> tuple[str, ...]:
+    """Return the rewards to try on the tasks' references.
+
+    The env's own rewards on a dataset that comes with agentrl are left out: agentrl's tests try those.
+    """
     name = made.config.dataset.name
     own = name in names("datasets") and env_of(made.config.dataset) == made.config.env
     return tuple(reward for reward in comparing_rewards(made.weights) if not (own and reward in made.env.rewards))
@@ -241,15 +244,15 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:
-    """Remarks on rewards of the env that do not count, and if no episode can earn anything.
+    """Remarks if rewards of the env do not count, and if no episode can earn anything.
 
     Args:
         made: the experiments whose episodes train.
     """
     for each in made:
-        if each.uncounted:
-            again = " ".join(f"--reward {name}={each.env.rewards[name]:g}" for name in each.uncounted)
-            named = ", ".join(each.uncounted)
+        if each.uncounted_rewards:
+            again = " ".join(f"--reward {name}={each.env.rewards[name]:g}" for name in each.uncounted_rewards)
+            named = ", ".join(each.uncounted_rewards)
             yield f"Rewards of the env {each.config.env!r} that are recorded and do not count: {named}. To count them: {again}"
     names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
     if names and not any(map(_may_earn, made)):

@@ -64,8 +64,8 @@ def no_route(routes: str) -> ApiError:
 
 
 def no_model(asked: str, served: str) -> ApiError:
-    """A model that is looked up and is not the served one; calls of the model may name any."""
-    return ApiError(404, f"The model {asked[:100]!r} does not exist here. The model is {served!r}.", "model_not_found")
+    """A look-up of a model that is not served. Calls may name any model."""
+    return ApiError(404, f"The model {asked[:100]!r} does not exist here. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:

@@ -95,7 +95,7 @@ class ClientDoor:
     idle_seconds: float = 600.0
     most_calls: int = 1000
     allowed_origins: Set[str] = frozenset()
-    """Origins of pages that may read the answers, if a key is asked for."""
+    """Origins of web pages that may read the answers, if the server has a key."""
     calls: int = 0
     """Calls that were let in."""
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class ClientDoor:
 
     @property
     def origins(self) -> Set[str]:
-        """See `Door`: none where no key is asked for."""
+        """See `Door`: none if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:

@@ -1,7 +1,7 @@
 """Cross-origin requests: which pages of other sites may read the answers of `agentrl serve` in a browser.
 
-A browser asks first (OPTIONS, a preflight), and shows a page the answers that name its origin. Origins are compared whole, as
-browsers write them: scheme, host and port. Nothing is allowed by a pattern.
+A browser asks first with OPTIONS (a preflight), and shows a page only answers that name the page's origin. Origins are compared
+whole, as browsers write them: scheme, host and port. There are no patterns.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from agentrl.workers.serving.upstream import Headers
 
 HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
-"""Headers that a page may send, beside those of the OpenAI SDK (`x-stainless-...`)."""
+"""Headers that a page may send, besides those of the OpenAI SDK (`x-stainless-...`)."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 _OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
@@ -30,7 +30,7 @@ def read_origins(text: str) -> frozenset[str]:
 
 
 def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers:
-    """Return the headers by which a browser shows its page an answer; none for a page of another origin."""
+    """Return the headers that let a browser show an answer to its page. A page of another origin gets only `vary`."""
     if not origins:
         return []
     vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
@@ -41,7 +41,7 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
 
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
-    """Return what a preflight is answered with beside `answer_headers`."""
+    """Return the headers of the answer to a preflight, besides those of `answer_headers`."""
     asked = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
     of_sdk = [name for name in asked[:50] if _OF_SDK.fullmatch(name)]
     return [

@@ -26,7 +26,7 @@ from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.agents.keys import key_hash, sampling_key
-from agentrl.workflow.errors import ServiceError, raised_in
+from agentrl.workflow.errors import ServiceError, locate_error
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.spans import otlp, span_annotations
 from agentrl.workflow.store.endpoint_reads import Place
@@ -170,7 +170,7 @@ class Endpoint:
         except ClientGone:
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
-            log.error("call req_%s failed: %s in %s", exchange.request_id, type(error).__name__, raised_in(error))
+            log.error("call req_%s failed: %s in %s", exchange.request_id, type(error).__name__, locate_error(error))
             await exchange.refuse(api_errors.internal())
 
     async def _answer(self, scope: dict[str, Any], exchange: Exchange) -> None:
@@ -210,7 +210,7 @@ class Endpoint:
         await exchange.answer(200, api_errors.as_json(answer))
 
     async def _model(self, name: str, shown: str, headers: dict[bytes, bytes]) -> Any:
-        """The model of that name; a list of the only one if there is no name."""
+        """The model of that name or, without a name, the list of models, which has one."""
         run = await self._door.find_run(shown, headers)
         if name not in ("", run):
             raise api_errors.no_model(name, run)
@@ -359,7 +359,7 @@ def _split_path(path: str) -> tuple[str, str]:
 
 
 def _split_model(path: str) -> tuple[str, str]:
-    """The path without the name of a model, and that name or ""."""
+    """The path without a model's name, and that name; "" if the path has none."""
     name = path.removeprefix(f"{MODELS}/")
     return (MODELS, name) if name and name != path else (path, "")
 

@@ -23,7 +23,7 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """One request and its answer, as ASGI gives them; every answer has its `headers`, which name the `request_id`."""
+    """One request and its answer over ASGI. Every answer gets `headers`, among them `x-request-id`."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -49,7 +49,7 @@ class Exchange:
         await self.write(body, False)
 
     async def answer_empty(self, headers: Headers) -> None:
-        """Sends an answer without a body, after what is left of the request was read."""
+        """Reads the rest of the request, then sends an answer without a body."""
         await self._drain()
         await self.begin(204, headers)
         await self.write(b"", False)

@@ -203,7 +203,7 @@ class DrawDifference:
     """A token that its draw does not give.
 
     Args:
-        token: within its step; its number keys the draw.
+        token: its number within its step, which is also the position of its draw.
         recorded_id: what the record says; `drawn_id`: what the draw gives.
         distance: probability between the draw and the recorded token's share of [0, 1).
     """
@@ -352,7 +352,7 @@ def check_rewards(
         found = score_episode(env, replace(episode, status="done", reward=None, rewards={}), weights)
         hooks = tuple(part for part in hooks if part not in found)
         sums = {SCALAR: total_reward({**found, **{part: recorded[part] for part in hooks}}, weights)}
-    except (ConfigError, RewardError) as error:  # a reward that is not here keeps no other set from being verified
+    except (ConfigError, RewardError) as error:  # the other reward sets are verified all the same
         return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
     differences = [
         difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)

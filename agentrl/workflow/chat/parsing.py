@@ -11,8 +11,9 @@ that nothing the model wrote is lost. Calls that cannot be read are:
 - a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`);
 - under `offered_only`, a call of a tool that was not offered. If none was offered, all text is content and there are no calls.
 
-Unless calls are read strictly, a turn whose content is one JSON object, or one fenced block of it, that names an offered tool
-is a call in every format of JSON. Such a call is `loose`. Small models leave the tags out, and learn nothing without it.
+Small models leave the tags out, and would never learn to call. So in every format that writes JSON, a turn is also a call if
+its content, bare or in a code fence, is one JSON object that begins with "name" or "type", names an offered tool and has
+arguments. Such a call is `loose`. Under `strict` it is text.
 """
 
 import re
@@ -53,7 +54,7 @@ def parse_text(
     Args:
         thinking: whether the prompt ended inside of a thought; None: it did if the text closes one that it did not open.
         offered_only: only calls of `tools` are calls; the text of others stays in the content.
-        strict: whether a bare JSON object is no call.
+        strict: read a bare JSON object as text, not as a call.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
     if offered_only and not tools:
@@ -68,7 +69,7 @@ def parse_text(
 
 
 def _loose_call(content: str, tools: Sequence[Schema]) -> ToolCall | None:
-    """The call of a content that is one JSON object with the name of an offered tool and its arguments."""
+    """The call if the content is one JSON object with an offered tool's name and arguments; else None."""
     if re.match(LOOSE_BEGINS, content) is None:
         return None
     fenced = _FENCED.fullmatch(content)
@@ -122,7 +123,7 @@ def _read_calls(
 
 
 def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:
-    """The calls, or one that cannot be read if one of them is of a tool that was not offered; their text is one."""
+    """Return the calls, or one unreadable call for all if any is of a tool that was not offered: they share one text."""
     others = [call.name for call in calls if offered is not None and call.error is None and call.name not in offered]
     return (unreadable_call(NOT_OFFERED.format(others[0][:100])),) if others else calls
 

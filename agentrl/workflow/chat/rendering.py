@@ -49,7 +49,7 @@ _PROBE_RESULT = Message("tool", "zqresult", name="zqtool")
 _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.thought)
 
 
-class _Turn(NamedTuple):
+class _ProbeAnswer(NamedTuple):
     """The probe's answer in a rendered conversation.
 
     `ids` are all ids up to its end; `end` is the special token that follows them, None if nothing or text follows.
@@ -69,7 +69,7 @@ class Chat:
         stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
         strict_calls: read calls only as the tool format writes them (see `chat.parsing`).
 
-    Templates that ask for the time are given one that stands still, in UTC: that of the chat's making, or another's (`at`).
+    Templates that ask for the time always read the same one, in UTC: when the chat was made, or the time given to `at`.
 
     Attributes:
         manner: the form in which the template takes messages.
@@ -95,18 +95,18 @@ class Chat:
         self.tokenizer = tokenizer
         self.strict_calls = strict_calls
         self._clock = datetime.now(UTC)
-        self._prefixes: OrderedDict[bytes, _Turn] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, _ProbeAnswer] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template)
         self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Found now: the first use is in the sampler's thread, too late to refuse a model.
         self._ends = self._ends_by_next_role()
         self.end_ids = frozenset(
-            {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(tool_format), *self._known(stop_ids)}
+            {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(tool_format), *self._in_vocabulary(stop_ids)}
         )
 
     def at(self, clock: datetime) -> "Chat":
-        """Return the same chat with templates that read this time."""
+        """Return the same chat, whose template reads this time."""
         view = copy(self)
         view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
         view.__dict__.pop("_turn_prompt", None)
@@ -166,13 +166,13 @@ class Chat:
             return None, f"the template repeats earlier turns after a {messages[0].role} message"
         if turn is None or not self.has_end_token(turn):
             return rest[turn is None :], ""
-        if rest[0] not in (turn[-1], before.end):  # the next role's token stands for an end, and the turn has another
+        if rest[0] not in (turn[-1], before.end):  # the template ends turns with the next role's token; this turn has another
             ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
             return None, f"the turn ended with {ended}, and the template continues with {follows}"
         return rest[1:], ""
 
     def _shows_probe(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Whether text of the probe, which no episode contains, is among the ids that are to continue an episode."""
+        """Whether the ids contain words of the probe that are not from the messages."""
         text = self.decode(ids)
         return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
@@ -212,7 +212,7 @@ class Chat:
         return self._close_turn(self._encode(text), message)
 
     def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """The ids up to the first of the end tokens at their end; with one where the template writes none."""
+        """Cut the ids behind the first of the end tokens that they end with; append one if they end with none."""
         place, first = len(ids), None
         while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
             place -= 1
@@ -249,7 +249,7 @@ class Chat:
         Args:
             tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
             thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: as the ids have it.
-            stop: texts before the first of which the message ends; the ids go on through it.
+            stop: stop texts; the message is cut before the first. The ids still contain it.
             offered_only: only calls of `tools` are calls; the text of others stays in the content.
         """
         ids = list(sampled_ids)
@@ -305,7 +305,7 @@ class Chat:
     def _special(self) -> dict[str, int]:
         return {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def _known(self, ids: Iterable[int]) -> Iterable[int]:
+    def _in_vocabulary(self, ids: Iterable[int]) -> Iterable[int]:
         return (token for token in ids if 0 <= token < len(self.tokenizer))
 
     @cached_property
@@ -337,17 +337,17 @@ class Chat:
             raise ModelError("The chat template ends a turn without a special token.", "Pass an instruct model.")
         return ends
 
-    def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> _Turn:
+    def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> _ProbeAnswer:
         # Keys are not sorted: a template may write tools and options in the order in which they come.
         key = hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
 
-        def make() -> _Turn:
+        def make() -> _ProbeAnswer:
             conversation = [_PROBE_QUESTION, _PROBE_ANSWER]
             return self._find_answer(self._encode(self._render(conversation, tools, generate=False, options=options)))
 
         return _kept(self._prefixes, key, make)
 
-    def _find_answer(self, ids: tuple[int, ...]) -> _Turn:
+    def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
         """Find the probe's answer: the last text between special tokens that contains its words.
 
         Raises:
@@ -359,7 +359,7 @@ class Chat:
             _, found, after = self.decode(ids[start:stop]).rpartition(_PROBE_ANSWER.content)
             if found:
                 ends = stop < len(ids) and not after.strip()
-                return _Turn(ids[:stop], ids[stop] if ends else None)
+                return _ProbeAnswer(ids[:stop], ids[stop] if ends else None)
             stop = start - 1
         raise ModelError("The chat template drops what an assistant says.", "Pass an instruct model.")
 

@@ -6,7 +6,7 @@ character never begin inside another, the result is the same as that of a search
 
 Nothing is remembered between tokens: the answer depends on the turn's ids alone, however they were sampled.
 
-The tokens of a stop string stay in the turn. A client that asked for it gets the text before it (`cut_at_stop`, `StopCut`).
+The tokens of a stop string stay in the turn. The client that sent it gets only the text before it (`cut_at_stop`, `StopCut`).
 """
 
 import json
@@ -102,9 +102,9 @@ def cut_at_stop(text: str, strings: Sequence[str]) -> str:
 
 
 class StopCut:
-    """Cuts a text that comes in pieces as `cut_at_stop` cuts all of it.
+    """A filter that cuts a streamed text where `cut_at_stop` would cut the whole.
 
-    It holds back what may be the beginning of a stop string.
+    It holds back an end that may be the beginning of a stop string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class StopCut:
         self._is_over = False
 
     def take(self, piece: str) -> str:
-        """Return the text that this piece makes certain."""
+        """Add a piece; return the text that no stop string can cut any more."""
         if self._is_over:
             return ""
         self._waiting += piece
@@ -126,7 +126,7 @@ class StopCut:
         return certain
 
     def rest(self) -> str:
-        """Return the text that was held back, once no piece follows."""
+        """Return the text that was held back; call it after the last piece."""
         return "" if self._is_over else self._waiting
 
 

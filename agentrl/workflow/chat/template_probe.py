@@ -172,8 +172,8 @@ def _rewrites(render: Render, manner: Manner) -> str:
     return "rewrites earlier turns before a tool's result, so that an episode is not one row of tokens"
 
 
-def writes_calls_unread(render: Render, manner: Manner) -> bool:
-    """Whether the template writes calls itself, in a way that the chosen format does not read."""
+def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
+    """Whether the template writes calls itself, in a form that the tool format does not read."""
     if manner.native:
         return False
     native = replace(manner, native=True, many=True)

@@ -24,7 +24,7 @@ from agentrl.workflow.chat.template_probe import (
     is_silent_on_tools,
     legacy_manner,
     manner_of,
-    writes_calls_unread,
+    writes_unreadable_calls,
 )
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import ModelConfig
@@ -240,7 +240,7 @@ def remark_on_tools(config: ModelConfig, folder: Path) -> str:
             "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"
             f" {name} does. One that renders them: --chat-template FILE"
         )
-    if writes_calls_unread(*spoken):
+    if writes_unreadable_calls(*spoken):
         remarks.append(
             f"The chat template writes calls in a form that `{name}` does not read: calls in the model's own form are plain"
             " text. See the formats: docs/tools-and-sandbox.md, or write one: --tool-format my.formats:mine"

@@ -35,7 +35,7 @@ class TurnStream:
     Args:
         tool_format: how its calls are written; `None` if no tool was offered, so that all text is content.
         thinking: whether the prompt left a thought open, which the turn goes on with.
-        strict: whether a bare JSON object is no call.
+        strict: read a bare JSON object as text, not as a call.
     """
 
     def __init__(self, tool_format: ToolFormat | None, thinking: bool = False, strict: bool = False) -> None:

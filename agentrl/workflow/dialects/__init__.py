@@ -68,13 +68,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What a reply says beside its turns.
+    """The part of a reply besides its turns.
 
     Args:
         prompt_ids: all tokens before the turns.
         request_id, created: of the request that was answered first.
         fingerprint: the same for the same weights.
-        cached_tokens: so many tokens of the prompt an earlier turn of the episode has.
+        cached_tokens: how many tokens of the prompt an earlier turn of the episode has.
     """
 
     prompt_ids: tuple[int, ...]

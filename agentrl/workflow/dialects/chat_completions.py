@@ -39,7 +39,7 @@ def whole(ask: Ask, turns: Sequence[Turn], head: ReplyHead, chat: "Chat") -> dic
 
 
 def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
-    """Return the message that a turn's tokens spell to the client: cut before its stop string, with calls of offered tools."""
+    """Return a turn's message as the client gets it: cut before a stop string, with calls of offered tools only."""
     thinking = chat.leaves_thought_open(prompt_ids)
     return chat.parse(sampled_ids, ask.tools, thinking, stop=ask.stop, offered_only=True)
 

@@ -23,7 +23,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-"""What a function without `parameters` takes. Templates read both keys, so one that is missing is filled in."""
+"""The parameters of a function that sends none. Templates read both keys, so a missing key is filled in."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -121,7 +121,7 @@ def _tool(tool: Fields) -> Schema:
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in their order, then the defaults of those that are missing or null: templates may write them in order."""
+    """The values but nulls, then the defaults of missing ones. The order is kept: templates may write keys in order."""
     given = {name: value for name, value in values.items() if value is not None}
     return given | {name: value for name, value in defaults.items() if name not in given}
 

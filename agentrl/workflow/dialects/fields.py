@@ -140,7 +140,7 @@ class Fields:
         return tuple(found)
 
     def unknown_error(self, name: str) -> RequestError:
-        """The error of a field that nobody knows, in the API's words."""
+        """The error for an unknown field, in the API's words."""
         return RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
 
     def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:

@@ -1,4 +1,4 @@
-"""Which fields a request of `/v1/chat/completions` may have, object by object, and what becomes of each.
+"""Which fields a request of `/v1/chat/completions` may have, object by object, and which of them count.
 
 A field is honoured, accepted without effect, or refused; one that is not named here is refused, as the API does. A refused
 field may have a value with which it asks for nothing: that value is accepted. `docs/how-to.md` shows `table()`.
@@ -71,7 +71,7 @@ REQUEST = FieldRules(
     hints={
         "parallel_tool_calls": "the number of calls cannot be limited; leave it out",
         "response_format": "only {'type': 'text'} is supported",
-        "functions": "functions are sent as tools here; send them as tools",
+        "functions": "it is not supported; send the functions as tools",
         "thinking": "send the option of the model's template instead, in chat_template_kwargs",
         "enable_thinking": "send it in chat_template_kwargs",
     },
@@ -89,7 +89,7 @@ MESSAGE = FieldRules(
         *("provider_specific_fields", "is_error", "status"),
     ),
     refused={"function_call": (), "audio": (), "images": ([],), "prefix": (False,)},
-    hints={"function_call": "functions are sent as tools here; send tool_calls"},
+    hints={"function_call": "it is not supported; send tool_calls"},
 )
 PART = FieldRules(
     honoured=("type", "text", "refusal"), ignored=("cache_control", "annotations", "id", "prompt_cache_breakpoint")

@@ -60,7 +60,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
         return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
-    # torch gives this token's embedding no gradient; where padding is the end of a turn, that token is read and must learn.
+    # torch gives the padding token's embedding no gradient; it must have one if that token also ends turns.
     setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010 - mypy takes it for a tensor
     return _disable_repacking(model) if config.load_in_4bit else model
 
@@ -160,10 +160,10 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
     made = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
-    return Chat(made, config.tool_format, stop_ids(folder), config.strict_calls)
+    return Chat(made, config.tool_format, read_stop_ids(folder), config.strict_calls)
 
 
-def stop_ids(folder: Path) -> tuple[int, ...]:
+def read_stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a turn by `generation_config.json`, or by `config.json` where that file names none."""
     for name in ("generation_config.json", "config.json"):
         listed = read_object(folder / name).get("eos_token_id")

@@ -58,8 +58,8 @@ class Judge(Tool):
         asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the value itself,
             where nothing need be run.
         reads: the value in such a text.
-        reference_form: `"#### {}"` or the like: the answer that a task's reference is, which must earn 1 (`reference_check`);
-            empty where answers are not compared with a reference.
+        reference_form: the answer made of a task's reference, such as `"#### {}"`, which must earn 1 (`reference_check`); empty
+            if answers are not compared with references.
     """
 
     asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)

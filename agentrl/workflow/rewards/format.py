@@ -3,8 +3,8 @@
 A turn is well formed if all of these hold:
 
 - it ended by itself, not by the limit on its tokens;
-- every tool call in it could be read (a name the tool set has or not, and arguments that fit or not, is no matter here), and is
-  written as the tool format writes it, not as bare JSON;
+- every tool call in it could be read and is written as the tool format writes it, not as bare JSON (whether the tool exists and
+  the arguments fit does not matter here);
 - no tag is left over in its text: a `<think>` or `<tool_call>` that was opened was closed, once each (a complete call at the
   very end is read without its closing tag too, and counts as closed);
 - where it calls no tool, its last line is `#### N` or the whole of it is a bare number `N`. N is a number as people write

@@ -7,7 +7,7 @@ a limit did not answer. In its text the answer is, in this order,
 2. what the last `\boxed{...}` begins with,
 3. the last word with a digit in it.
 
-A reference is read strictly: it is one such number and words at most, or ends in `####` and that. Any other is refused.
+A reference is read strictly: it is one such number, alone or after its last `####`; words may follow it. Others are refused.
 
 That word, a run of characters without a space, must be a number and nothing else, or there is no answer:
 
@@ -77,7 +77,7 @@ _GOES_ON = re.compile(
 _NO_REST = re.compile(
     r"[\d=<^\u00b1\u2248\n]|>\s*\S|\b(?:hundred|thousand|million|billion|trillion|dozen|or|and|to|more|less)s?\b", re.IGNORECASE
 )
-"""After the number of a reference: it is more than that number."""
+"""What must not follow the number of a reference: the reference would be more than that number."""
 
 
 def numeric_answer(episode: Episode) -> float:

@@ -41,7 +41,7 @@ def encode(value: object) -> str:
 
     Raises:
         ValueError: `value` nests deeper than 200 levels (or contains itself).
-        Exception: the truth value of an object in it cannot be had.
+        Exception: whatever the `__bool__` of an object in it raises.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -111,7 +111,7 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
 
 
 def _loaded_type(module: str, name: str) -> Any:
-    """Return a type of a module that is loaded, else (): a value of it could not exist."""
+    """Return a type of a module, or () if the module is not loaded: then there is no value of the type."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -211,4 +211,4 @@ _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$type": (str, _type),
     "$object": (bool, Opaque),
 }
-"""A tag -> the type of what stands behind it, and what makes the value of that."""
+"""A tag -> the type of its data, and the function that makes the value of them."""

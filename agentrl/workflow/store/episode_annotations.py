@@ -64,7 +64,7 @@ def insert_annotations(
     of_all = {"episode_id": episode, "attempt": attempt, "run": run}
     rows = [{**of_all, "source": each.source, "step": step if each.step is None else each.step, **_row(each)} for each in said]
     keys = ["episode_id", "attempt", "emission"]
-    if rows:  # without rows SQLAlchemy would insert one of defaults
+    if rows:  # without rows SQLAlchemy would insert a row of defaults
         tx.execute(insert(tx, schema.annotations).on_conflict_do_nothing(index_elements=keys), rows)
 
 

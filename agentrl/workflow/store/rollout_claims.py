@@ -171,10 +171,10 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
 
 
 CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=schema.runs.c.created_at).label("clock")
-"""The time at which prompts are rendered: that of the run's submission; of a served episode, that of its first request.
+"""The time that chat templates read: when the run was submitted or, for a served episode, when its first request came.
 
-It is the same for each of its turns, on each worker and when it is verified: templates that print the date (Llama 3.2, Granite,
-SmolLM3) would rewrite earlier turns at midnight.
+All turns of an episode read the same time, on each worker and in `replay --verify`. With the clock, templates that print the
+date (Llama 3.2, Granite, SmolLM3) would rewrite earlier turns at midnight.
 """
 
 _GROUP_WORK = (

@@ -1,22 +1,22 @@
 """The format of a run: the number of the rules by which it is sampled, scored, trained and verified.
 
-A change of those rules raises the number, in a migration that pauses the runs that are running. A run of another number stays
-readable. Nothing goes on from it: the code that knew its rules is gone, and new rules would mix two experiments in one run.
+A change of those rules raises the number, in a migration that pauses the running runs. A run of another number stays readable,
+but cannot be resumed, forked, rescored or verified: the code of its rules is gone, and new rules would mix two experiments.
 """
 
 from agentrl.workflow.errors import StateError
 
 RUN_FORMAT = 3
-"""The number of new runs. docs/stability.md tells what each raise changed."""
+"""The number of new runs. docs/stability.md says what each format changed."""
 LAST_COMMIT = "1db31d1"
-"""The last commit of agentrl that works on the formats before."""
+"""The last commit of agentrl that works on older formats."""
 
 
 def check_format(run: str, number: int, verb: str) -> None:
-    """Refuse to `verb` the run of that name where its format is not this agentrl's.
+    """Check that this agentrl can `verb` the run of that name, because it has its format.
 
     Raises:
-        StateError: in one sentence that names the commit of agentrl that can.
+        StateError: the run has another format. The message names the commit of agentrl that can.
     """
     if number == RUN_FORMAT:
         return

@@ -129,7 +129,7 @@ def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
 
 @read_transaction
 def find_lost_runs(tx: Connection, lease_seconds: float) -> set[int]:
-    """Return the runs of the kind `serve` that are running and whose lease is over."""
+    """Return the ids of the running `serve` runs whose lease is over."""
     return {row.id for row in tx.execute(_lost_runs(lease_seconds))}
 
 
@@ -140,7 +140,7 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the runs whose process is gone without a word, and their open episodes as infra_error; return the runs' names.
+    """End the runs whose process died, and their open episodes as infra_error; return the runs' names.
 
     Args:
         only: the runs that may be ended; None: all.

@@ -37,7 +37,7 @@ COLUMNS: Mapping[str, str] = {
     "choose_reward": "mean reward on the tasks that choose",
     "chosen": "whether the search chose it",
     "clip_fraction": "share of tokens whose ratio was clipped",
-    "log_ratio_clamped": "share of tokens whose log ratio was beyond 20, and which then gave no gradient",
+    "log_ratio_clamped": "share of tokens whose log ratio was clamped to +-20; they give no gradient",
     "content": "the turn's text without its thought and calls",
     "cpu_seconds": "processor time of the call",
     "chain": "the turn's chain: turns that continue one another, from 0",

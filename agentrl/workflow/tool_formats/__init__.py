@@ -36,7 +36,7 @@ class ToolFormat:
         marks: a template whose source holds all of these texts uses this format; only asked if it writes no calls itself.
         ends: special tokens that end a turn with calls, beside the template's own.
         certain: a pattern for text that is a call without doubt; unset: `begins`.
-        json: calls are objects of JSON, so that a turn which is one such object is a call, too (`chat.parsing`).
+        json: calls are JSON objects, so a turn that is one such object is a call too (`chat.parsing`).
     """
 
     name: str

@@ -78,7 +78,7 @@ def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
 
 
 def _stands_alone(text: str) -> bool:
-    """Whether the text between tags ends where its tag does."""
+    """Whether nothing in a text between tags would end the value early."""
     return _ENDS_VALUE.search(f"\n{text}\n") is None
 
 

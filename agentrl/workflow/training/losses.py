@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.workflow.config import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
-"""The largest size of a token's log ratio, as in verl: beyond any float, an exponential's gradient is not a number."""
+"""The bound of a token's log ratio, as in verl: the gradient of an exponential that overflows is not a number."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """The cap of a sequence's log ratio, as in verl."""
 
@@ -69,7 +69,7 @@ class TokenBatch:
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return where a trained token's log ratio was clamped: there the ratio has no gradient; (B, T)."""
+        """Return whether each token trains and its log ratio is clamped, so that its ratio has no gradient; (B, T)."""
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 

@@ -31,7 +31,7 @@ _METRICS = {
     "sampler_difference_max": "the largest difference between the sampler's logprobs and the trainer's",
     "importance_weight": "mean weight of older samples",
     "importance_truncated": "share of tokens whose importance weight was cut",
-    "log_ratio_clamped": "share of tokens whose log ratio was beyond 20",
+    "log_ratio_clamped": "share of tokens whose log ratio was clamped to +-20",
 }
 COLUMNS: Mapping[str, str] = {
     "iteration": "the iteration's number in its run, from 1",
