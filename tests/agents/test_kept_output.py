@@ -1,4 +1,4 @@
-"""kept_output: what of an agent's output its row keeps, and what of it an error quotes."""
+"""kept_output: which part of an agent's output its row keeps, and which lines an error quotes."""
 
 import pytest
 

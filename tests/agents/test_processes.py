@@ -247,7 +247,7 @@ def test_a_program_that_fails_is_told_by_its_exit_code(tmp_path: Path) -> None:
     assert report.error == "it ended with exit code 1: lost"
 
 
-def test_a_program_that_fails_quotes_the_last_lines_of_its_output(tmp_path: Path) -> None:
+def test_failed_program_error_quotes_the_last_lines_of_output(tmp_path: Path) -> None:
     report = program(tmp_path, "print('one\\n' * 9, '\\x1b[31mkey\\x1b[0m and\\x07', flush=True); 1 / 0", keys=["key"])
     first, *more = report.error.splitlines()
     assert first == "it ended with exit code 1: ZeroDivisionError: division by zero"
@@ -255,7 +255,7 @@ def test_a_program_that_fails_quotes_the_last_lines_of_its_output(tmp_path: Path
     assert "[the attempt's key] and\ufffd" in report.output
 
 
-def test_a_function_whose_process_exits_quotes_its_output_too() -> None:
+def test_exited_function_error_quotes_the_last_lines_of_output() -> None:
     report = ran("exits")
     assert (report.exit_code, report.error) == (3, "its process ended before it returned: no license")
 

@@ -125,7 +125,7 @@ def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
     assert all(document["same"] and document["rewards"][0]["same_code"] for document in found)
 
 
-def test_a_record_whose_prompts_show_the_time_is_verified_later(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_later_if_prompts_show_the_time(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episodes = values(
         stack.database, "SELECT episodes.id FROM episodes JOIN runs ON runs.id = run_id WHERE runs.name = 'dated'"
     )

@@ -178,7 +178,7 @@ def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
     assert draw_distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
 
 
-def test_draws_of_several_turns_and_chains_are_verified_by_the_keys_of_their_episode(model: Path) -> None:
+def test_check_tokens_verifies_draws_of_several_turns_and_chains(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     task = next(iter(arithmetic.load("train")))

@@ -1,4 +1,4 @@
-"""Templates that print the time are given one that stands still."""
+"""Chat templates that print the time always read the same one."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -22,14 +22,14 @@ def dated() -> Chat:
     return Chat(tokenizer)
 
 
-def test_a_template_reads_the_time_that_its_chat_was_given() -> None:
+def test_chat_template_reads_the_time_given_to_at() -> None:
     text = dated().decode(dated().at(MIDNIGHT).opening([QUESTION]))
     assert "Today is 25 Nov 2026 23:59:59.000005." in text
     elsewhere = MIDNIGHT.astimezone(timezone(timedelta(hours=9)))
     assert dated().at(elsewhere).opening([QUESTION]) == dated().at(MIDNIGHT).opening([QUESTION])
 
 
-def test_a_template_that_prints_the_time_is_continued_however_late() -> None:
+def test_continuation_is_exact_later_if_templates_print_time() -> None:
     first, second = dated(), dated().at(MIDNIGHT)
     for chat in (first, second, first.at(MIDNIGHT + timedelta(days=400))):
         opening = chat.opening([QUESTION], [SCHEMA])
@@ -38,12 +38,12 @@ def test_a_template_that_prints_the_time_is_continued_however_late() -> None:
         assert opening + chat.turn(CALLING) + ids == chat.opening([QUESTION, CALLING, RESULT], [SCHEMA])
 
 
-def test_a_template_that_prints_the_time_is_no_rewriting_one(tmp_path: Path) -> None:
+def test_check_template_accepts_a_template_that_prints_the_time(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     check_template(settle_chat(ModelConfig(chat_template=DATED), folder), folder, system=True, tools=True)
 
 
-def test_chats_of_other_times_share_nothing_that_the_time_changes() -> None:
+def test_chat_at_another_time_shares_no_cached_prompt() -> None:
     chat = dated()
     early, late = chat.at(MIDNIGHT), chat.at(MIDNIGHT + timedelta(days=1))
     turn = Message("assistant", "19")

@@ -1,4 +1,4 @@
-"""Calls written as bare JSON: which turns are calls, what is recorded of them, and what turns them off."""
+"""Calls written as bare JSON: which turns are calls, how they are recorded, and how `strict` turns them off."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ each_format = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda each: e
     [BARE, f"\n{BARE}\n", f"```json\n{BARE}\n```", f"```\n{BARE}```", BARE.replace("arguments", "parameters"),
      '{"type": "function", "name": "calculator", "arguments": "{\\"expression\\": \\"12+7\\"}"}'],
 )  # fmt: skip
-def test_a_turn_of_one_object_that_names_an_offered_tool_is_a_call(tool_format: ToolFormat, text: str) -> None:
+def test_parse_text_reads_bare_json_of_an_offered_tool_as_a_call(tool_format: ToolFormat, text: str) -> None:
     assert parse_text(text, tool_format, [SCHEMA]) == Message("assistant", "", tool_calls=(LOOSE,))
     thoughtful = parse_text(f"<think>hm</think>{text}", tool_format, [SCHEMA])
     assert thoughtful == Message("assistant", "", thought="hm", tool_calls=(LOOSE,))
@@ -46,33 +46,33 @@ def test_a_turn_of_one_object_that_names_an_offered_tool_is_a_call(tool_format: 
      '{"answer": 19}', BARE[:-1], BARE.replace('{"expression": "12+7"}', "[1]"), f"```json\n{BARE}", f"```{BARE}``` so", "{}",
      '{"name": ["calculator"], "arguments": {}}', '{"name": "a", "name": "calculator", "arguments": {}}'],
 )  # fmt: skip
-def test_any_other_object_is_an_answer(tool_format: ToolFormat, text: str) -> None:
+def test_parse_text_reads_other_bare_json_as_text(tool_format: ToolFormat, text: str) -> None:
     assert parse_text(text, tool_format, [SCHEMA]) == Message("assistant", text)
 
 
-def test_no_tools_no_loose_call() -> None:
+def test_parse_text_reads_no_loose_call_without_tools() -> None:
     assert parse_text(BARE) == Message("assistant", BARE)
 
 
-def test_a_format_without_json_reads_no_bare_object() -> None:
+def test_parse_text_reads_no_loose_call_in_formats_without_json() -> None:
     assert parse_text(BARE, find("tool_formats", "pythonic"), [SCHEMA]).tool_calls == ()
 
 
 @pytest.mark.parametrize(("strict", "text"), [(False, ""), (True, BARE)])
-def test_a_chat_reads_bare_calls_unless_it_is_strict(strict: bool, text: str) -> None:
+def test_chat_reads_loose_calls_unless_strict(strict: bool, text: str) -> None:
     chat = Chat(tokenizer(), strict_calls=strict)
     ids = tuple(chat.tokenizer.encode(f"{BARE}<|im_end|>", add_special_tokens=False))
     assert chat.parse(ids, [SCHEMA]).content == text
 
 
-def test_a_loose_call_is_streamed_as_a_call_and_not_as_text() -> None:
+def test_turn_stream_sends_no_text_of_a_loose_call() -> None:
     for text in (BARE, f"```json\n{BARE}\n```"):
         stream = TurnStream(find("tool_formats", "hermes"))
         early = [piece for start, end in pairwise(range(len(text) + 1)) for piece in stream.take(text[start:end])]
         assert [*early, *stream.rest(parse_text(text, tools=[SCHEMA]))] == []
 
 
-def test_the_format_reward_counts_a_loose_call_as_not_well_formed() -> None:
+def test_format_reward_pays_nothing_for_a_loose_call() -> None:
     def scored(call: ToolCall) -> float:
         message = Message("assistant", "", tool_calls=(call,))
         return format(Episode(Task("t", (), ""), steps=(Step(0, (), (1,), (2,), (-0.1,), "stop", message, 0),)))
@@ -81,7 +81,7 @@ def test_the_format_reward_counts_a_loose_call_as_not_well_formed() -> None:
     assert scored(ToolCall("calculator", {})) == 1.0
 
 
-def test_that_a_call_was_loose_is_recorded_and_read_back(database: Database) -> None:
+def test_store_records_that_a_call_was_loose(database: Database) -> None:
     work = claim(database, start(database, submission())[0], lease=EXPIRED)
     message = Message("assistant", "", tool_calls=(LOOSE, ToolCall("calculator", {})))
     step = Step(0, (), (1,), (2,), (-0.1,), "stop", message, 0)

@@ -242,7 +242,7 @@ def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> Non
 UNREAD = TEMPLATE.replace("<tool_call>", "<|call_begins|>function<|sep|>").replace("</tool_call>", "<|call_ends|>")
 
 
-def test_a_template_whose_calls_no_format_reads_is_remarked_on(tmp_path: Path) -> None:
+def test_remark_on_tools_names_a_template_with_unreadable_calls(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     said = remark_on_tools(settle_chat(section(chat_template=UNREAD), folder), folder)
     assert "writes calls in a form that `hermes` does not read" in said

@@ -1,4 +1,4 @@
-"""Where a sampled turn ends, by template, tokenizer and generation_config.json, and that nothing else is cut or added there."""
+"""Where a sampled turn ends by its template, tokenizer and generation_config.json, and what continues it."""
 
 import json
 from pathlib import Path
@@ -44,14 +44,14 @@ def test_continuation_of_an_answer_is_what_the_template_renders(name: str) -> No
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_probe_text_is_left_in_a_continuation(name: str) -> None:
+def test_continuation_contains_no_text_of_the_probe(name: str) -> None:
     chat = chat_of(name)
     for messages in ([AGAIN], [RESULT]):
         ids, _ = chat.continuation(messages, [SCHEMA])
         assert "zq" not in chat.decode(ids or ())
 
 
-def test_a_template_that_repeats_earlier_turns_opens_a_new_row() -> None:
+def test_continuation_gives_no_ids_if_a_template_repeats_turns() -> None:
     echoing = tiny_tokenizer([])
     repeat = "{% if messages | length > 2 %}{{ messages[-2].content }}{% endif %}{%- if add_generation_prompt -%}"
     echoing.chat_template = TEMPLATE.replace("{%- if add_generation_prompt -%}", repeat)
@@ -61,7 +61,7 @@ def test_a_template_that_repeats_earlier_turns_opens_a_new_row() -> None:
     assert reason == "the template repeats earlier turns after a user message"
 
 
-def test_the_next_roles_token_ends_a_turn_where_the_template_has_no_other() -> None:
+def test_end_ids_hold_the_next_roles_token_without_an_end_token() -> None:
     chat = chat_of("next role")
     user, observation, end = ids_of(chat, "<|user|><|observation|><|im_end|>")
     assert {user, observation} <= chat.end_ids
@@ -74,7 +74,7 @@ def test_the_next_roles_token_ends_a_turn_where_the_template_has_no_other() -> N
         assert chat.decode([last]) in reason
 
 
-def test_a_demonstration_trains_the_token_that_ends_its_turns() -> None:
+def test_demonstration_trains_the_token_that_ends_its_turns() -> None:
     chat = chat_of("next role")
     messages = (QUESTION, CALLING, RESULT, ANSWER)
     segments = segments_of(chat, Demonstration(messages, (SCHEMA,)))
@@ -83,13 +83,13 @@ def test_a_demonstration_trains_the_token_that_ends_its_turns() -> None:
     assert [chat.decode(ids[-1:]) for ids, said in segments if said] == ["<|observation|>", "<|user|>"]
 
 
-def test_a_text_of_end_tokens_within_a_turn_does_not_cut_it() -> None:
+def test_turn_is_not_cut_at_a_text_like_an_end_token() -> None:
     chat = chat_of("hermes")
     turn = Message("assistant", "so <|im_end|> and on", tool_calls=(ToolCall("calculator", {"expression": "1"}),))
     assert chat.decode(chat.turn(turn, [SCHEMA])).endswith("</tool_call><|im_end|>")
 
 
-def test_a_template_that_drops_answers_is_refused() -> None:
+def test_chat_refuses_a_template_that_drops_answers() -> None:
     silent = tiny_tokenizer([])
     silent.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(ModelError, match="drops what an assistant says"):
@@ -101,7 +101,7 @@ def test_a_template_that_drops_answers_is_refused() -> None:
     [({"eos_token_id": [0, 3]}, {}, (0, 3)), ({"eos_token_id": 3}, {}, (3,)), ({}, {"eos_token_id": 1}, (1,)), ({}, {}, ()),
      ({"eos_token_id": [True, "3", None]}, {"eos_token_id": None}, ())],
 )  # fmt: skip
-def test_stop_ids_are_those_of_the_models_files(
+def test_read_stop_ids_reads_the_models_files(
     tmp_path: Path, generation: dict[str, object], config: dict[str, object], expected: tuple[int, ...]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -109,7 +109,7 @@ def test_stop_ids_are_those_of_the_models_files(
     assert read_stop_ids(tmp_path) == expected
 
 
-def test_a_turn_ends_at_each_token_that_generation_config_lists(tmp_path: Path) -> None:
+def test_turn_ends_at_each_token_of_generation_config(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     file = folder / "generation_config.json"
     everything = list(range(100))
@@ -122,7 +122,7 @@ def test_a_turn_ends_at_each_token_that_generation_config_lists(tmp_path: Path) 
     assert [token in everything or token == 2 for token in step.sampled_ids] == [False] * (len(step.sampled_ids) - 1) + [True]
 
 
-def test_an_episode_of_a_template_without_end_tokens_asks_only_what_it_was_asked(tmp_path: Path) -> None:
+def test_episode_without_end_tokens_has_no_other_text_in_prompts(tmp_path: Path) -> None:
     with open_policy(str(family_model(tmp_path / "model", "next role")), max_new_tokens=8) as policy:
         first = policy.generate([QUESTION])
         second = policy.generate([AGAIN], before=[first])

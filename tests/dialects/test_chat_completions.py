@@ -139,7 +139,7 @@ def test_a_call_that_cannot_be_read_stays_text(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_text_is_cut_from_the_reply_and_its_tokens_stay(chat: Chat, stream: bool) -> None:
+def test_reply_is_cut_at_stop_text_and_keeps_its_tokens(chat: Chat, stream: bool) -> None:
     ids = chat.tokenizer.encode("one two three", add_special_tokens=False)
     for stop, left in (
         ("two", "one"),
@@ -159,7 +159,7 @@ def test_stop_text_is_cut_from_the_reply_and_its_tokens_stay(chat: Chat, stream:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_call_of_a_tool_that_was_not_offered_is_text(family: str) -> None:
+def test_reply_has_calls_of_tools_not_offered_as_text(family: str) -> None:
     """In every family's own way of writing calls: with tool_choice none, without tools, and beside other tools."""
     made = Chat(family_tokenizer(family), AUTO)
     calling = Message("assistant", "Look:", tool_calls=(ToolCall("add", {"a": 1}),))
@@ -207,7 +207,7 @@ def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
 
 @given(st.lists(st.integers(0, 600), max_size=40), st.lists(st.sampled_from(("e", "th", "er\n", "\ufffd", "1")), max_size=3))
 @hypothesis_settings(max_examples=200)
-def test_a_stream_of_any_tokens_says_what_the_whole_reply_says(ids: list[int], stop: list[str]) -> None:
+def test_stream_of_any_tokens_equals_the_whole_reply(ids: list[int], stop: list[str]) -> None:
     made = Chat(tokenizer())
     ids = [token % len(made.tokenizer) for token in ids]
     ask = asking(stream=True, stop=stop)

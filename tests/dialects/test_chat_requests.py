@@ -101,7 +101,7 @@ def test_a_schema_keeps_all_but_what_only_a_constrained_sampler_could_do() -> No
 
 
 @pytest.mark.parametrize("left_out", [{"parameters"}, {"description"}, {"parameters", "description"}], ids=sorted)
-def test_a_function_without_optional_fields_reads_as_one_that_has_them_empty(left_out: set[str]) -> None:
+def test_read_fills_in_the_optional_fields_of_a_function(left_out: set[str]) -> None:
     whole = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
     bare = {name: value for name, value in whole.items() if name not in left_out}
     for function in (
@@ -114,7 +114,7 @@ def test_a_function_without_optional_fields_reads_as_one_that_has_them_empty(lef
         assert tool["function"] == whole
 
 
-def test_a_template_that_reads_every_field_of_a_function_renders_one_with_a_name_alone() -> None:
+def test_template_renders_a_function_that_has_only_a_name() -> None:
     source = (
         "{% for tool in tools %}{% set f = tool.function %}{{ '// ' + f.description }} {{ f.name }}: {{ f.parameters.type }}"
         "{% for name, value in f.parameters.properties.items() %}{{ name }}{% endfor %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""request_fields: every field that is declared is treated so in every object, and the manual's table is the declaration."""
+"""request_fields: each declared field is treated as declared in every object, and the manual shows the same table."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def refused(path: tuple[str | int, ...], **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_every_declared_field_is_treated_as_declared(name: str) -> None:
+def test_request_fields_are_treated_as_declared(name: str) -> None:
     rules, path, plain = OBJECTS[name], PATHS[name], read(sent(()))
     for field in rules.ignored:
         for value in ("anything", {"a": [1]}, None):
@@ -64,25 +64,25 @@ def test_every_declared_field_is_treated_as_declared(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_a_field_that_is_not_declared_is_refused_in_every_object(name: str) -> None:
+def test_request_fields_not_declared_are_refused_in_every_object(name: str) -> None:
     said = refused(PATHS[name], unheard_of=1)
     assert said.startswith("Unrecognized request argument supplied: ")
     assert said.endswith("unheard_of")
     assert said.count("[") == sum(isinstance(step, int) for step in PATHS[name])
 
 
-def test_a_field_has_one_rule() -> None:
+def test_request_fields_have_one_rule_each() -> None:
     for rules in OBJECTS.values():
         names = [*rules.honoured, *rules.ignored, *rules.refused]
         assert len(set(names)) == len(names)
         assert rules.hints.keys() <= rules.refused.keys()
 
 
-def test_the_manual_shows_the_declaration() -> None:
+def test_request_fields_table_is_in_the_manual() -> None:
     assert table() in Path("docs/how-to.md").read_text(), "write table() of request_fields into docs/how-to.md"
 
 
-def test_the_fields_of_the_openai_package_are_all_declared() -> None:
+def test_request_fields_declare_all_of_the_openai_package() -> None:
     from openai.types.chat import completion_create_params
 
     known = set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}

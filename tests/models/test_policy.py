@@ -322,7 +322,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
         model_folder("a/b/c")
 
 
-def test_policy_trains_the_embedding_of_a_padding_token_that_ends_turns(folder: Path, tmp_path: Path) -> None:
+def test_policy_trains_a_padding_token_that_ends_turns(folder: Path, tmp_path: Path) -> None:
     same = tmp_path / "same"
     shutil.copytree(folder, same)
     padding = int(IDS[0, 3])

@@ -207,7 +207,7 @@ NOT_PLAIN = {
     "complex": ("f(2) == 2j", "return x * 1j", "complex", "2"),
     "type": ("f(2) is int", "return type(x)", "type", "'int', (int,), {}"),
 }  # fmt: skip
-"""(what is asserted, a right body of f(x), a type whose lying subclass is wrong, and the arguments of that)"""
+"""Name -> (assertion, right body of `f(x)`, type whose lying subclass is wrong, arguments of that subclass)."""
 
 
 def mbpp_task(folder: Path, code: str, test: str) -> Task:
@@ -217,7 +217,7 @@ def mbpp_task(folder: Path, code: str, test: str) -> Task:
 
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_tests_passed_pays_right_values_of_any_type_and_no_forged_one(box: None, tmp_path: Path, name: str) -> None:
+def test_tests_passed_pays_values_of_any_type_but_no_forged_one(box: None, tmp_path: Path, name: str) -> None:
     test, body, base, args = NOT_PLAIN[name]
     right = f"{IMPORTS}def f(x):\n    {body}"
     forged = f"{IMPORTS}class Yes({base}):\n    {LYING}\ndef f(x): return Yes({args})"

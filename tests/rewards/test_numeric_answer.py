@@ -101,7 +101,7 @@ NOT_ONE_NUMBER = [
 
 
 @pytest.mark.parametrize("reference", NOT_ONE_NUMBER)
-def test_numeric_answer_refuses_a_reference_that_is_not_one_number(reference: str) -> None:
+def test_numeric_answer_refuses_references_not_of_one_number(reference: str) -> None:
     with pytest.raises(RewardError, match="is not one number"):
         numeric("7", reference)
 

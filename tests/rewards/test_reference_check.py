@@ -37,7 +37,7 @@ def test_reference_problems_finds_a_wrong_solution(box: None) -> None:
     assert reference_problems([task, wrong], ["tests_passed"]) == [f"{task.key}: tests_passed: its own reference earns 0"]
 
 
-def test_math_answer_reads_references_with_a_sign_of_money(held: None) -> None:
+def test_math_answer_reads_references_with_a_dollar_sign(held: None) -> None:
     assert reference_problems(tasks(*MONEY), ["math_answer"]) == []
 
 
@@ -56,7 +56,7 @@ def test_submit_refuses_a_sampled_row_that_cannot_be_scored(tmp_path: Path) -> N
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
 
 
-def test_check_sample_tries_the_same_tasks_once_until_something_changes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_sample_tries_the_same_tasks_once_until_a_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
     def problems(sample: list[Task], rewards: list[str]) -> list[str]:

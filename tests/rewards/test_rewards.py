@@ -263,7 +263,7 @@ def test_what_a_users_file_makes_of_a_shipped_reward_is_hashed_with_that_file(
         ('def brief(episode):\n    return 1.0 if "a" else "b"\n', False),
     ],
 )
-def test_the_code_hash_is_of_statements_not_of_comments_and_docstrings(
+def test_code_hash_ignores_comments_and_docstrings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, same: bool
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

@@ -491,7 +491,7 @@ def test_what_returns_no_plain_data_has_no_value(session: Session, name: str) ->
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_call_writes_a_subclass_as_its_base_and_of_others_the_truth_value(session: Session, name: str) -> None:
+def test_call_writes_subclasses_as_bases_and_others_as_truth(session: Session, name: str) -> None:
     code, text = CONVERTED[name]
     session.run(code)
     assert session.call("f", []).value == text

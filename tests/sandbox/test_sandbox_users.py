@@ -48,7 +48,7 @@ def unsafe_sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module", params=FIXTURES)
 def used(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """The sandbox of this process is of that kind."""
+    """Make each kind of sandbox the sandbox of this process."""
     made: Sandbox = request.getfixturevalue(FIXTURES[request.param])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "_made", cache(lambda: made))

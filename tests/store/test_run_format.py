@@ -1,4 +1,4 @@
-"""A store of an older agentrl, with a run broken off in it: it is upgraded, every read works, nothing goes on from its runs.
+"""A store of an older agentrl with an interrupted run: it is upgraded, every read works, and its runs cannot be resumed.
 
 `older_store.sql.xz` is the SQLite dump of a store at revision 0012: the run `finished`, and `broken-off`, whose workers were
 killed in its seventh iteration.
@@ -33,7 +33,7 @@ REFUSAL = re.compile(
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def older(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    """The store, upgraded, in the settings' place."""
+    """The upgraded store, which the settings name."""
     home.mkdir()
     file = home / "agentrl.db"
     with closing(sqlite3.connect(file)) as connection:
@@ -67,7 +67,7 @@ def copy_rows(file: Path, target: Database) -> None:
     engine.dispose()
 
 
-def test_no_row_is_lost_and_what_was_running_is_paused(older: Database) -> None:
+def test_upgrade_keeps_all_rows_and_pauses_running_runs(older: Database) -> None:
     assert values(older, "SELECT version_num FROM alembic_version") == [head()]
     runs = "SELECT name || ' ' || status || ' ' || format FROM runs ORDER BY id"
     assert values(older, runs) == ["finished done 2", "broken-off paused 2"]
@@ -79,7 +79,7 @@ def test_no_row_is_lost_and_what_was_running_is_paused(older: Database) -> None:
     assert values(older, "SELECT count(*) FROM runs WHERE status = 'running'") == [0]
 
 
-def test_every_read_works(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_work_on_an_older_store(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ("runs",), ("watch", "broken-off"), ("episodes", "broken-off"), ("replay", "1"), ("why", "1"),
         ("events", "broken-off"), ("replay", "1", "--diff", "2"), ("config", "show", "--run", "finished"),
@@ -89,7 +89,7 @@ def test_every_read_works(older: Database, capsys: pytest.CaptureFixture[str]) -
         assert shown.strip(), words
 
 
-def test_what_would_go_on_from_it_is_refused_in_one_sentence(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_older_runs_are_refused_with_the_commit_that_can(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
     before = values(older, "SELECT count(*) FROM events")
     for verb, words in (
         ("resume", ("resume", "broken-off")),
@@ -106,6 +106,6 @@ def test_what_would_go_on_from_it_is_refused_in_one_sentence(older: Database, ca
     assert values(older, "SELECT status FROM runs ORDER BY id") == ["done", "paused"]
 
 
-def test_new_runs_have_the_newest_format(database: Database) -> None:
+def test_new_runs_have_run_format(database: Database) -> None:
     start(database, submission())
     assert values(database, "SELECT format FROM runs") == [RUN_FORMAT]

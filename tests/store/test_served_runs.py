@@ -58,7 +58,7 @@ def test_a_client_gets_an_episode_which_the_endpoint_finds_by_its_key(database: 
     assert (place.run, place.episode, place.over) == ("serve-1", second.id, "")
 
 
-def test_prompts_of_a_served_episode_are_rendered_at_the_time_of_its_first_claim(database: Database) -> None:
+def test_served_episode_clock_is_the_time_of_its_first_claim(database: Database) -> None:
     run = served(database)
     first, second = (opened(database, run, key * 64) for key in "ab")
     before = datetime.now(UTC)

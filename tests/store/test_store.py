@@ -370,7 +370,7 @@ def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: D
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]
 
 
-def test_prompts_of_a_run_are_rendered_at_the_time_of_its_submission(database: Database) -> None:
+def test_run_clock_is_the_time_of_its_submission(database: Database) -> None:
     groups = start(database, submission())
     first, second = (claim(database, group) for group in groups)
     with database.read() as tx:

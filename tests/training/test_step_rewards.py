@@ -229,7 +229,7 @@ def test_a_step_whose_recorded_reward_is_another_than_it_earns_is_named(
     assert "turns of step 0: recorded 0.75, now 1.0" in capsys.readouterr().out
 
 
-def test_verify_reports_every_reward_set_when_one_cannot_be_loaded(
+def test_verify_reports_other_reward_sets_if_one_cannot_load(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled_out(own_database, asked)

@@ -113,7 +113,7 @@ def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database
     assert value(db, "SELECT count(*) FROM events WHERE kind = 'sampling_asked'") == 1
 
 
-def test_a_turn_that_a_clients_stop_string_ended_is_continued_token_for_token(db: Database) -> None:
+def test_turn_ended_by_a_stop_string_is_continued_exactly(db: Database) -> None:
     stopped = tuple(CHAT.tokenizer.encode("#### 42 minus", add_special_tokens=False))
     policy = Policy(stopped, ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
@@ -128,7 +128,7 @@ def test_a_turn_that_a_clients_stop_string_ended_is_continued_token_for_token(db
     assert policy.requests[1].prompt_ids == one.prompt_ids + stopped + two.prompt_ids
 
 
-def test_a_call_is_recorded_only_if_its_tool_was_offered(db: Database) -> None:
+def test_agent_call_is_recorded_only_if_its_tool_was_offered(db: Database) -> None:
     with staged(Stage(db, group_of(db), Policy(ASK).engine, CHAT)) as stage:
         key = run_agent(db, 1)
         for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):

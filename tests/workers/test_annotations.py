@@ -75,14 +75,14 @@ def emit(served: Served, key: str, *said: Any) -> httpx2.Response:
     return httpx2.post(f"{served.url}/v1/annotations", content=sent, headers=headers, timeout=30)
 
 
-def test_annotations_that_are_none_are_taken(stage: Stage, served: Served) -> None:
+def test_annotations_may_be_an_empty_list(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     answer = emit(served, key)
     assert (answer.status_code, answer.json()) == (200, {"annotations": 0})
     assert value(stage.db, "SELECT count(*) FROM annotations") == 0
 
 
-def test_an_error_of_the_sampling_server_is_logged_and_has_the_shape_of_the_api(
+def test_sampling_server_logs_errors_and_sends_the_apis_shape(
     stage: Stage, served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:

@@ -242,7 +242,7 @@ def answered(door: ClientDoor, method: str, path: str, headers: Mapping[bytes, b
     return sent[0]["status"], dict(sent[0]["headers"])
 
 
-def test_a_page_of_a_named_origin_may_call_with_the_key() -> None:
+def test_endpoint_lets_pages_of_named_origins_call_with_the_key() -> None:
     door = ClientDoor(Episodes(), "serve-1", key="sesame", allowed_origins=frozenset({APP.decode()}))
     asks = {b"origin": APP, b"access-control-request-headers": b"authorization, x-stainless-os,x-evil"}
     status, said = answered(door, "OPTIONS", CHAT, asks)
@@ -265,7 +265,7 @@ def test_a_page_of_a_named_origin_may_call_with_the_key() -> None:
         ("", APP, CHAT),
     ],
 )
-def test_no_other_page_may_call(key: str, origin: bytes, path: str) -> None:
+def test_endpoint_lets_no_other_page_call(key: str, origin: bytes, path: str) -> None:
     door = ClientDoor(Episodes(), "serve-1", key=key, allowed_origins=frozenset({APP.decode()}))
     for method in ("OPTIONS", "POST"):
         status, said = answered(door, method, path, {b"origin": origin, b"host": b"localhost"})
@@ -274,7 +274,7 @@ def test_no_other_page_may_call(key: str, origin: bytes, path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["*", "https://*.example.org", "app.example.org", "https://app.example.org/", "HTTPS://A.ORG"])
-def test_an_origin_is_named_whole(text: str) -> None:
+def test_read_origins_refuses_parts_of_origins(text: str) -> None:
     with pytest.raises(ValueError, match="is not an origin"):
         read_origins(f"http://localhost:3000,{text}")
     assert read_origins(" http://localhost:3000, https://[::1]:8 ,") == {"http://localhost:3000", "https://[::1]:8"}

@@ -130,14 +130,14 @@ def test_the_models_and_the_health_need_no_worker(made: Attempt, served: Served)
     assert httpx2.get(f"{served.url}/attempt/secret/v1/models").status_code == 200
 
 
-def test_a_model_is_looked_up_by_the_name_of_its_run(made: Attempt, served: Served) -> None:
+def test_endpoint_finds_a_model_by_the_name_of_its_run(made: Attempt, served: Served) -> None:
     models = f"{served.url}/v1/models"
     assert httpx2.get(f"{models}/run-secret", headers=made.bearer).json()["id"] == "run-secret"
     assert code(httpx2.get(f"{models}/gpt/4", headers=made.bearer)) == (404, "model_not_found")
     assert code(httpx2.get(f"{models}/run-secret")) == (401, "invalid_api_key")
 
 
-def test_every_answer_has_an_id_of_its_own_which_a_call_is_forwarded_with(made: Attempt, served: Served) -> None:
+def test_endpoint_answers_have_ids_that_calls_are_forwarded_with(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(), whole()) as worker:
         made.held_by(worker.address)
         answers = [ask(served), ask(served), ask(served, key="unknown"), httpx2.get(f"{served.url}/health")]
@@ -147,7 +147,7 @@ def test_every_answer_has_an_id_of_its_own_which_a_call_is_forwarded_with(made: 
     assert [f"req_{name}" for name in forwarded] == names[:2]
 
 
-def test_no_page_may_use_an_attempts_key(made: Attempt, served: Served) -> None:
+def test_endpoint_lets_no_page_use_an_attempts_key(made: Attempt, served: Served) -> None:
     asking = {"origin": "https://app.example.org", "access-control-request-method": "POST"}
     for path in (CHAT, f"/attempt/secret{CHAT}"):
         answer = httpx2.request("OPTIONS", served.url + path, headers=asking)

@@ -189,7 +189,7 @@ def test_a_key_that_no_header_brings_is_refused(key: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("origins", "key", "said"), [("https://a.org", "", "no key is set"), ("*", "sesame", "'*' is not an")])
-def test_origins_that_cannot_be_served_are_refused(origins: str, key: str, said: str, tmp_path: Path) -> None:
+def test_serve_refuses_origins_that_it_cannot_serve(origins: str, key: str, said: str, tmp_path: Path) -> None:
     environment = {**os.environ, "AGENTRL_HOME": str(tmp_path), "AGENTRL_SERVE_ORIGINS": origins, "AGENTRL_SERVE_KEY": key}
     command = [sys.executable, "-m", "agentrl.cli", "serve", "--policy", "tiny", "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)

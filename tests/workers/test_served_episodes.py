@@ -91,7 +91,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, error: Exce
     monkeypatch.setattr(target, name, fails)
 
 
-def test_another_servers_run_is_ended_at_the_second_look_that_finds_its_lease_over(stage: Stage) -> None:
+def test_serve_ends_a_lost_run_at_the_second_look(stage: Stage) -> None:
     config = serve_config(build({"model.path": "tiny"}), None, {})
     submission = serve_submission(stage.db, config, PolicyRef("tiny", "hash"), "", None)
     served_runs.open_run(stage.db, submission, "host:2/b", -1.0)
