@@ -284,7 +284,7 @@ def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> flo
 
 
 def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
-    """Hash of the weights and of the whole file each reward is in: two sets with the same hash were scored by the same code.
+    """Hash of the weights and of the statements of each reward's file: the same hash means that the same code scored.
 
     Args:
         anew: as the files are now; else as they were when this process first hashed them, which is what it has loaded.
