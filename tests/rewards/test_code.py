@@ -22,6 +22,7 @@ from agentrl.workflow.envs.code import code as env
 from agentrl.workflow.errors import DatasetError, InfraError, RewardError, SandboxUnavailable
 from agentrl.workflow.judging.assertions import all_cases, read_asserts
 from agentrl.workflow.plugins import find
+from agentrl.workflow.reference_check import reference_problems
 from agentrl.workflow.rewards import progress, score, tests_passed
 from agentrl.workflow.rewards.progress import MOST_TRIED
 from agentrl.workflow.rewards.tests_passed import read_code
@@ -222,7 +223,7 @@ def test_tests_passed_pays_values_of_any_type_but_no_forged_one(box: None, tmp_p
     right = f"{IMPORTS}def f(x):\n    {body}"
     forged = f"{IMPORTS}class Yes({base}):\n    {LYING}\ndef f(x): return Yes({args})"
     task = mbpp_task(tmp_path, right, f"assert {test}")
-    tests_passed.admitted([task])
+    assert reference_problems([task], ["tests_passed"]) == []
     assert [score(answered(task, code), {"tests_passed": 1.0})["tests_passed"] for code in (right, forged)] == [1.0, 0.0]
 
 
@@ -379,7 +380,7 @@ def test_an_assert_is_read_and_never_run(test: str, case: Case) -> None:
 @pytest.mark.parametrize(
     "test",
     ["assert f(x) == 1", "assert f(1) == g(2)", "assert f(1) > 2", "assert f(a=1) == 2", "assert g(1) == 2", "assert True",
-     "assert f(1) == 1 == 1", "assert f(1, *[2]) == 1", "assert f(open('/etc/passwd')) == 1", "assert f(1) == 2j",
+     "assert f(1) == 1 == 1", "assert f(1, *[2]) == 1", "assert f(open('/etc/passwd')) == 1",
      "assert f(9**9**9) == 1", "assert f('a' * 10**9) == 1", "assert f('%1000000000d' % 3) == 1", "assert f(1 << 10**9) == 1",
      "assert f([0] * 10**9) == 1", "assert f(1 / 0) == 1", "assert f(2.0**5000) == 1", "assert f(1) is 256",
      "assert f([[0] * 999] * 999) == 1", "assert f(('a' * 9999,) * 999) == 1", "assert f(" + "-" * 500 + "x) == 1"],

@@ -59,7 +59,8 @@ def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) 
     """A row as the database would have it, for a call that was made here."""
     told = result or ToolResult("")
     return {
-        **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "attempts": 1, "queue_seconds": None},
+        **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "loose": call.loose},
+        **{"attempts": 1, "queue_seconds": None},
         **{"status": "not made", "result": result and told.content, "error_class": told.error_class, "seconds": told.seconds},
         **{"sandbox": told.exit and told.exit.sandbox, "exit_code": told.exit and told.exit.code},
         "cpu_seconds": told.cpu_seconds or 0.0,

@@ -37,7 +37,8 @@ COLUMNS: Mapping[str, str] = {
     "choose_reward": "mean reward on the tasks that choose",
     "chosen": "whether the search chose it",
     "clip_fraction": "share of tokens whose ratio was clipped",
-    "log_ratio_clamped": "share of tokens whose log ratio was clamped to +-20; they give no gradient",
+    "log_ratio_clamped": "share of tokens whose log ratio was clamped to +-20",
+    "loose": "written as bare JSON, without the marks of the tool format",
     "content": "the turn's text without its thought and calls",
     "cpu_seconds": "processor time of the call",
     "chain": "the turn's chain: turns that continue one another, from 0",
@@ -180,7 +181,6 @@ VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
     "v_critic_calls": {"answer": "what it answered", "model": "the critic's model", "seconds": "how long it took"},
     "v_resources": {"text": "the text itself"},
     "v_tool_calls": {
-        "loose": "written as bare JSON, without what the tool format puts around a call",
         "kind": "call: run by a tool; grade: by a judge; agent: by the agent",
         "status": "pending, started, done, unknown_outcome, unobserved",
     },
