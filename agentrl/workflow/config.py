@@ -199,14 +199,15 @@ class AlgorithmConfig(Section):
     importance_beyond: Literal["truncate", "mask"] = Field("truncate", description="What becomes of a ratio above the cap")
 
     @model_validator(mode="after")
-    def _does_something(self) -> Self:
+    def _does_something(self, info: ValidationInfo) -> Self:
         defaults = type(self).model_fields
         for name in ("kl_estimator", "kl_in", "kl_target", "kl_horizon"):
             if not self.kl_coef and getattr(self, name) != defaults[name].default:
                 raise ValueError(f"{name} does nothing where kl_coef is 0")
         if self.kl_horizon is not None and self.kl_target is None:
             raise ValueError("kl_horizon does nothing without kl_target")
-        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+        stored = bool(info.context and info.context.get("stored"))  # an older run may have it, and stays readable
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not stored:
             raise ValueError("k1 in the loss changes nothing: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
         if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
             raise ValueError("k3-corrected is for the loss: in the reward there is no gradient to correct")

@@ -34,8 +34,12 @@ class Experiment:
 
     @classmethod
     def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
-        """A stored run's, by what its rows hold."""
-        return cls(RunConfig.model_validate(config), weights)
+        """A stored run's, by what its rows hold. The config of a run of an older format is read too."""
+        algorithm = dict(config.get("algorithm", {}))
+        if algorithm.get("aggregation") == "seq-mean-token-sum-norm-trl":  # of format 2
+            algorithm["aggregation"] = "seq-mean-token-sum-norm"
+        stored = {**config, **({"algorithm": algorithm} if algorithm else {})}
+        return cls(RunConfig.model_validate(stored, context={"stored": True}), weights)
 
     @cached_property
     def env(self) -> Env:

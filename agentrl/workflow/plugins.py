@@ -126,7 +126,10 @@ def hashed_source(module: str, anew: bool = False) -> str:
 
 @lru_cache(maxsize=128)
 def _statements(source: str) -> str:
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a file that a person is editing
+        return source
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

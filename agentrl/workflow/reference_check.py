@@ -9,8 +9,9 @@ import os
 import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from agentrl.workflow.errors import DatasetError, InfraError, SandboxUnavailable
+from agentrl.workflow.errors import DatasetError, InfraError, SandboxUnavailable, ServiceError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import code_hash, numbers, part_sum
 from agentrl.workflow.settings import settings
@@ -51,8 +52,9 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
             HINT,
         )
     if settings().root.is_dir():
-        passed.parent.mkdir(exist_ok=True)
-        passed.touch()
+        with suppress(OSError):  # a folder that may only be read: the next submit checks again
+            passed.parent.mkdir(exist_ok=True)
+            passed.touch()
 
 
 def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
@@ -71,7 +73,7 @@ def _problem(task: Task, name: str) -> str:
     answer = Step(0, (), (), (), (), "stop", Message("assistant", reward.reference_form.format(task.reference)), 0)
     try:
         value = part_sum(numbers(reward(Episode(task, steps=(answer,), status="done", stop_reason="answered"))))
-    except (InfraError, SandboxUnavailable):
+    except (InfraError, SandboxUnavailable, ServiceError):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it raises here would fail the task's episodes
         return f"{name}: {error}"

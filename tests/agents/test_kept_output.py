@@ -35,6 +35,11 @@ def test_kept_output_shows_no_part_of_a_key_wherever_it_is_cut() -> None:
     assert not set(kept(KEY.encode() * 2000)) & set(KEY)
 
 
+@pytest.mark.parametrize("place", range(1, len(KEY)))
+def test_kept_output_shows_no_key_with_a_colour_inside(place: int) -> None:
+    assert KEY not in kept(KEY[:place].encode() + b"\x1b[1m" + KEY[place:].encode())
+
+
 def test_kept_output_has_no_control_characters() -> None:
     assert kept(b"\x1b[2Jred\x00\x07 \xff\n") == "red\ufffd\ufffd \ufffd\n"
 

@@ -66,7 +66,7 @@ def test_chat_reads_loose_calls_unless_strict(strict: bool, text: str) -> None:
 
 
 def test_turn_stream_sends_no_text_of_a_loose_call() -> None:
-    for text in (BARE, f"```json\n{BARE}\n```"):
+    for text in (BARE, f"```json\n{BARE}\n```", f"\x1c{BARE}"):
         stream = TurnStream(find("tool_formats", "hermes"))
         early = [piece for start, end in pairwise(range(len(text) + 1)) for piece in stream.take(text[start:end])]
         assert [*early, *stream.rest(parse_text(text, tools=[SCHEMA]))] == []

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.errors import ModelError
@@ -72,6 +73,44 @@ def test_end_ids_hold_the_next_roles_token_without_an_end_token() -> None:
         ids, reason = chat.continuation(messages, [SCHEMA], (*ids_of(chat, "19"), last))
         assert ids is None
         assert chat.decode([last]) in reason
+
+
+def chat_with(template: str, *special: str) -> Chat:
+    """The chat of a template with tokens of its own."""
+    made = tiny_tokenizer([])
+    made.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
+    made.chat_template = template
+    return Chat(made, AUTO)
+
+
+def test_end_ids_hold_no_token_that_stands_inside_of_turns() -> None:
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    chat = chat_with(
+        template.replace("assistant{% endif", "assistant<|message|>{% endif"),
+        "<|start|>",
+        "<|message|>",
+        "<|end|>",
+        "<|return|>",
+    )
+    (inside, last) = ids_of(chat, "<|end|><|return|>")
+    assert last in chat.end_ids
+    assert inside not in chat.end_ids
+
+
+def test_continuation_writes_no_end_token_twice() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|closed|><|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = chat_with(template, "<|closed|>")
+    for turn, begin in (("19<|closed|>", "<|im_end|><|im_start|>user"), ("19<|im_end|>", "<|im_start|>user")):
+        ids, reason = chat.continuation([AGAIN], (), ids_of(chat, turn))
+        assert ids is not None, reason
+        assert chat.decode(ids).startswith(begin)
 
 
 def test_demonstration_trains_the_token_that_ends_its_turns() -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from agentrl.workflow.algorithms import Algorithm, gradients, settle_options, settle_run
 from agentrl.workflow.algorithms.grpo import grpo
-from agentrl.workflow.config import AlgorithmConfig, build
+from agentrl.workflow.config import AlgorithmConfig, RunConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training import advantages as credit
 from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, Earned, group_relative, whiten
@@ -331,6 +332,15 @@ def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: floa
 def test_what_is_said_of_a_kl_that_there_is_not_is_refused(named: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="does nothing where kl_coef is 0"):
         AlgorithmConfig(**named)
+
+
+def test_stored_config_of_an_older_format_is_read() -> None:
+    of_runs = RunConfig().model_dump(mode="json")
+    for algorithm in (
+        {"name": "dr_grpo", "aggregation": "seq-mean-token-sum-norm-trl"},
+        {"kl_coef": 0.1, "kl_estimator": "k1"},
+    ):
+        Experiment.load({**of_runs, "algorithm": of_runs["algorithm"] | algorithm})
 
 
 def test_kl_estimator_k1_is_refused_in_the_loss() -> None:

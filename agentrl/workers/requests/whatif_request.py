@@ -11,6 +11,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.update_inputs import UpdateInputs, load_update_inputs
+from agentrl.workflow.store.run_format import check_format
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
 """Values for one step of our trainer on all episodes, whatever the run's own were."""
@@ -60,6 +61,7 @@ def prepare_whatif(
     found = [find_gradient(name) for name in names]
     asked = parse_assignments(assignments)
     past = load_update_inputs(db, run, iteration)
+    check_format(past.run["name"], past.run["format"], "compute updates of")
     config = Experiment.load(past.run["config"]).config
     _refuse_ignored(asked, config)
     known = convention or config.algorithm.convention

@@ -31,7 +31,7 @@ MAX_CALLS = 1000
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
 _FENCED = re.compile(r"```[A-Za-z_]*+\s*+(\{.*\})\s*```", re.DOTALL)
-LOOSE_BEGINS = r'\A\s*+(?:```[A-Za-z_]*+\s*+)?\{\s*+"(?:name|type)"\s*+:'
+LOOSE_BEGINS = r'\A[\s\x1c-\x1f]*+(?:```[A-Za-z_]*+\s*+)?\{\s*+"(?:name|type)"\s*+:'
 """A pattern for the beginning of a content that may be a loose call."""
 
 IN_THOUGHT = f"a call inside a {THINK} that is not closed is not made; write {END_THINK} first, then the call"

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -166,7 +167,10 @@ class Chat:
             return None, f"the template repeats earlier turns after a {messages[0].role} message"
         if turn is None or not self.has_end_token(turn):
             return rest[turn is None :], ""
-        if rest[0] not in (turn[-1], before.end):  # the template ends turns with the next role's token; this turn has another
+        ended_by = list(takewhile(self.end_ids.__contains__, rest))  # some templates write two end tokens
+        if turn[-1] in ended_by:
+            return rest[ended_by.index(turn[-1]) + 1 :], ""
+        if rest[0] != before.end:  # the template ends turns with the next role's token; this turn has another
             ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
             return None, f"the turn ended with {ended}, and the template continues with {follows}"
         return rest[1:], ""
@@ -322,8 +326,10 @@ class Chat:
         Raises:
             ModelError: no special token follows a turn.
         """
-        ends = {}
+        ends: dict[str, int] = {}
         for following in ((), (_PROBE_QUESTION,), (_PROBE_RESULT,)):
+            if "" in ends:  # a template with an end-of-turn token may write another one inside of turns and before the next
+                break
             try:
                 conversation = [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought=""), *following]
                 end = self._find_answer(self._encode(self._render(conversation, (), generate=bool(following)))).end

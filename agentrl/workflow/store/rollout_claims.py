@@ -170,8 +170,13 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     return _load_work(tx, fence)
 
 
-CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=schema.runs.c.created_at).label("clock")
-"""The time that chat templates read: when the run was submitted or, for a served episode, when its first request came.
+_MEASURED = schema.runs.alias("measured")
+_MEASURED_AT = select(_MEASURED.c.created_at).where(_MEASURED.c.id == schema.runs.c.measures_id).scalar_subquery()
+CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=func.coalesce(_MEASURED_AT, schema.runs.c.created_at)).label(
+    "clock"
+)
+"""The time that chat templates read: when the run was submitted (for its evaluations, too) or, for a served episode, when its
+first request came.
 
 All turns of an episode read the same time, on each worker and in `replay --verify`. With the clock, templates that print the
 date (Llama 3.2, Granite, SmolLM3) would rewrite earlier turns at midnight.

@@ -43,7 +43,7 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 
 llama3 = ToolFormat(
     name="llama3",
-    begins=re.compile(r'<\|python_tag\|>|\A\s*+(?=\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:)'),
+    begins=re.compile(r'<\|python_tag\|>|\A[\s\x1c-\x1f]*+(?=\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:)'),
     certain=re.compile(r"<\|python_tag\|>\s*+\{"),
     read=_read,
     write=_write,

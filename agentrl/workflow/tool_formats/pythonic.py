@@ -224,7 +224,7 @@ def _spell_value(value: Any) -> str:
 
 pythonic = ToolFormat(
     name="pythonic",
-    begins=re.compile(r"<\|(?:python|tool_call)_start\|>|\A\s*+(?=\[\s*+[A-Za-z_][A-Za-z0-9_./-]*+\s*+\()"),
+    begins=re.compile(r"<\|(?:python|tool_call)_start\|>|\A[\s\x1c-\x1f]*+(?=\[\s*+[A-Za-z_][A-Za-z0-9_./-]*+\s*+\()"),
     certain=re.compile(r"<\|(?:python|tool_call)_start\|>\s*+\["),
     read=_read,
     write=_write,
