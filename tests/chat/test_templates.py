@@ -58,6 +58,8 @@ def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
         "qwen_coder": "<tool_call> <function=f>",
         "glm": "<tool_call> <arg_key>",
         "llama3": "<|python_tag|>",
+        "granite": "<|tool_call|>",
+        "phi4_mini": "<|tool|><|/tool|>",
     }
     source = PLAIN + "{# " + marks.get(name, "[TOOL_CALLS]") + " #}"
     made = Chat(_with_template(source), AUTO).manner

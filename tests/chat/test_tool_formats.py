@@ -30,6 +30,10 @@ WRITTEN = {
     "llama3": '{"name": "calculator", "parameters": {"expression": "12+7"}}; {"name": "no-args/v2.b", "parameters": {}}',
     "mistral": '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "12+7"}}, '
     '{"name": "no-args/v2.b", "arguments": {}}]',
+    "granite": '<|tool_call|>[{"name": "calculator", "arguments": {"expression": "12+7"}}, '
+    '{"name": "no-args/v2.b", "arguments": {}}]',
+    "phi4_mini": '<|tool_call|>[{"name": "calculator", "arguments": {"expression": "12+7"}}, '
+    '{"name": "no-args/v2.b", "arguments": {}}]<|/tool_call|>',
     "mistral_args": '[TOOL_CALLS]calculator[ARGS]{"expression": "12+7"}[TOOL_CALLS]no-args/v2.b[ARGS]{}',
     "qwen_coder": "<tool_call>\n<function=calculator>\n<parameter=expression>\n12+7\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=no-args/v2.b>\n</function>\n</tool_call>",
@@ -43,7 +47,7 @@ TAGS = (
     "\n</parameter>\n", "<parameter=a>", "\n<parameter=a>\n",
     "</function></tool_call>", "</function>", "<function=f>", "; {",
     "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "</think>", "<think>", '"', "'", "'''",
-    "[TOOL_CALLS]",
+    "[TOOL_CALLS]", "<|tool_call|>", "<|/tool_call|>", "functools[",
     '"""', "\\", "\\u0041", "\n", "\r", "\0", "&lt;", "12", "1e999", "NaN", "True", "null", "None", "[]", "{}", '"x"',
     '"<\\/parameter>"', "f(a=1)", " ", "\u2028", "\U0001f642", "e\u0301",
 )  # fmt: skip
@@ -235,6 +239,7 @@ UNITS = (
     '[TOOL_CALLS]["', "[TOOL_CALLS]f[ARGS]", '[TOOL_CALLS]f[ARGS]{"a":"', "<|python_tag|>", '<|python_tag|>{"a":"\\', "'''",
     "<|python_start|>[", "<|python_start|>[f(a=", '<|python_start|>[f(a="', "<|python_start|>[f(a='''\\", "[TOOL_CALLS] [{",
     "<tool_call> ", "<tool_call>\n<function=f>\n<parameter=a>\n</parameter>", '{"name":', '[f(a="', "[f(**{", "\\", "\n",
+    "<|tool_call|>", "<|tool_call|>[", "functools[{", "<|tool_call|>[{}]<|/tool_call|>",
     "[f(a=[", "<|python_start|>[f(a=[1,", '<|python_tag|>{"name": "f"};', "<|python_start|>[f()],", "; {", "<think>", " ",
 )  # fmt: skip
 
@@ -272,6 +277,19 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
         ("mistral", "[TOOL_CALLS] []", "stands a list"),
         ("mistral", "[TOOL_CALLS] f", "stands a list"),
         ("mistral", "[TOOL_CALLS] ", UNFINISHED),
+        ("mistral", '[TOOL_CALLS] {"name": "f", "parameters": {"a": 1}}', ToolCall("f", {"a": 1})),
+        ("granite", '<tool_call> [{"name": "f", "arguments": {"a": "x\ny"}}]', ToolCall("f", {"a": "x\ny"})),
+        ("granite", "<|tool_call|>[{'name': 'f'}]", "no valid JSON"),
+        ("granite", '<|tool_call|>"f"', "stands a list"),
+        ("granite", '<|tool_call|>[{"name": "f"}', UNFINISHED),
+        ("phi4_mini", 'functools[{"name": "f", "arguments": {"a": 1}}]', ToolCall("f", {"a": 1})),
+        ("phi4_mini", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', ToolCall("f", {"a": 1})),
+        (
+            "phi4_mini",
+            '<|tool_call|>[{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}] <|/tool_call|>',
+            ToolCall("f", {"a": 1}),
+        ),
+        ("phi4_mini", "<|tool_call|>[]<|/tool_call|>", "stands a list"),
         ("mistral_args", '[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{"a": 1}', ToolCall("f", {"a": 1})),
         ("mistral_args", '[TOOL_CALLS]f[ARGS] {"a": NaN}', "no valid JSON"),
         ("mistral_args", "[TOOL_CALLS]f {}", "stand a name"),
@@ -318,6 +336,7 @@ def test_how_a_model_may_write_it_too_and_what_it_is_told_of_the_rest(name: str,
         ("llama3", '{"answer": 7}'), ("llama3", 'So {"name": "f", "parameters": {}} it is.'), ("pythonic", "[1, 2, 3]"),
         ("pythonic", "[a link](https://example.org)"), ("pythonic", "See [f(a=1)]."), ("hermes", '{"name": "f"}'),
         ("named", "<tool_call>"), ("mistral", '[{"name": "f"}]'), ("qwen_coder", "<parameter=a>"),
+        ("phi4_mini", "import functools"), ("granite", "[1]"),
     ],
 )  # fmt: skip
 def test_an_answer_that_looks_like_a_call_is_an_answer(name: str, text: str) -> None:
@@ -327,6 +346,7 @@ def test_an_answer_that_looks_like_a_call_is_an_answer(name: str, text: str) -> 
 def test_of_several_calls_one_of_which_is_wrong_none_is_made() -> None:
     for name, text in (
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": ""}]'),
+        ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": 1}]'),
         ("llama3", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": 1}'),
         ("pythonic", "[f(a=1), f(a=)]"),
     ):

@@ -178,6 +178,41 @@ _PHI = """\
 {% else -%}{{ eos_token }}{%- endif -%}
 """
 
+_GRANITE = """\
+{%- if tools or messages[0].role == 'system' -%}
+<|start_of_role|>system<|end_of_role|>
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ tools | tojson if tools }}<|end_of_text|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role != 'system' -%}
+<|start_of_role|>{{ 'tool_response' if message.role == 'tool' else message.role }}<|end_of_role|>{{ message.content }}
+{%- if message.tool_calls -%}
+<|tool_call|>[
+{%- for call in message.tool_calls -%}
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+{%- if not loop.last %}, {% endif -%}
+{%- endfor -%}
+]END{% endif -%}
+<|end_of_text|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start_of_role|>assistant<|end_of_role|>
+{%- endif -%}
+"""
+_PHI_TOOLS = """\
+{%- for message in messages -%}
+<|{{ message.role }}|>
+{{- message.content }}
+{%- if loop.first and tools %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif -%}
+{%- for call in message.tool_calls or [] -%}
+<|tool_call|>{{ call.function | tojson }}<|/tool_call|>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{% else -%}{{ eos_token }}{%- endif -%}
+"""
+
 _GLM_TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _LLAMA_TOKENS = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>",
@@ -185,6 +220,10 @@ _LLAMA_TOKENS = (
 _MISTRAL_TOKENS = (
     "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
     "[TOOL_CALLS]", "[ARGS]",
+)  # fmt: skip
+_GRANITE_TOKENS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
+_PHI_TOKENS = (
+    "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>",
 )  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -195,12 +234,15 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3": (_LLAMA3, _LLAMA_TOKENS),
     "mistral": (_MISTRAL.replace("CALLS</s>", f"{_OLD_CALLS}</s>"), _MISTRAL_TOKENS),
     "mistral_args": (_MISTRAL.replace("CALLS</s>", f"{_NEW_CALLS}</s>"), _MISTRAL_TOKENS),
+    "granite": (_GRANITE.replace("END", ""), _GRANITE_TOKENS),
+    "phi4_mini": (_PHI_TOOLS, _PHI_TOKENS),
     "pythonic": (_PYTHONIC, ()),
 }
 """Format -> a template of a family that writes it, and the family's special tokens."""
 
 ENDINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "next role": (_GLM.replace("CALL", _HERMES), _GLM_TOKENS),
+    "list between marks": (_GRANITE.replace("END", "<|/tool_call|>"), (*_GRANITE_TOKENS, "<|/tool_call|>")),
     "end of sequence behind": (_PHI, ("<|end|>", "<|user|>", "<|assistant|>")),
 }
 """Ways to end a turn -> a template that does so, and its special tokens."""

@@ -98,7 +98,7 @@ class Chat:
         self._clock = datetime.now(UTC)
         self._prefixes: OrderedDict[bytes, _ProbeAnswer] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
-        source = json.dumps(tokenizer.chat_template)
+        source = json.dumps(tokenizer.chat_template, ensure_ascii=False)  # the marks of DeepSeek are not ASCII
         self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
         # Found now: the first use is in the sampler's thread, too late to refuse a model.
         self._ends = self._ends_by_next_role()

@@ -92,16 +92,20 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
 
     Args:
         source: the template's text.
-        wanted: a format that a person chose; AUTO: the one that the template writes, else one whose marks it has, else Hermes.
+        wanted: a format that a person chose; AUTO: the one that reads what the template writes, or most of it; else one whose
+            marks it has; else Hermes.
 
     Raises:
         ConfigError: there is no such format.
     """
     formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
-    for manner in (Manner(each, ids=ids) for ids in (False, True) for each in formats):
-        if _writes(render, manner, 1):
-            ids = manner.ids or _wants_ids(render, manner.tool_format)
-            return Manner(manner.tool_format, many=_writes(render, replace(manner, ids=ids), 2), ids=ids)
+    for with_ids in (False, True):
+        text = _render_calls(render, 1, with_ids)
+        readers = [each for each in formats if _reads(text, each, 1)]
+        if readers:
+            chosen = min(readers, key=lambda each: len(parse_text(text, each, [_PROBE_TOOL]).content))  # it reads the end marks
+            ids = with_ids or _wants_ids(render, chosen)
+            return Manner(chosen, many=_reads(_render_calls(render, 2, ids), chosen, 2), ids=ids)
     if wanted != AUTO:
         return Manner(formats[0], native=False, ids=_wants_ids(render, formats[0]))
     marked = [each for each in formats if each.marks and all(mark in source for mark in each.marks)]
@@ -109,17 +113,25 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
     return Manner(chosen, native=False, ids=_wants_ids(render, chosen))
 
 
-def _writes(render: Render, manner: Manner, count: int) -> bool:
-    """Whether the template writes `count` calls of one turn in that format."""
+def _render_calls(render: Render, count: int, ids: bool) -> str:
+    """Return the text of a turn with `count` calls as the template writes it; empty if the template cannot."""
+    manner = replace(legacy_manner(), ids=ids)  # which names no format where the template writes the calls
     asked = list(manner.plain([_USER], [_PROBE_TOOL]))
-    calling = Message("assistant", "", tool_calls=(_CALL,) * count)
     try:
         prompt = render(asked, [_PROBE_TOOL], True)
-        whole = render([*asked, *manner.plain([calling], [_PROBE_TOOL])], [_PROBE_TOOL], False)
+        whole = render([*asked, *manner.plain([_probe_turn(count)], [_PROBE_TOOL])], [_PROBE_TOOL], False)
     except FAULTS:
-        return False
-    said = whole[len(prompt) :] if whole.startswith(prompt) else whole.partition(_USER.content)[2]
-    return parse_text(said, manner.tool_format, [_PROBE_TOOL]).tool_calls == calling.tool_calls
+        return ""
+    return whole[len(prompt) :] if whole.startswith(prompt) else whole.partition(_USER.content)[2]
+
+
+def _probe_turn(count: int) -> Message:
+    return Message("assistant", "", tool_calls=(_CALL,) * count)
+
+
+def _reads(text: str, tool_format: ToolFormat, count: int) -> bool:
+    """Whether the format reads `count` of the probe's calls in the text, and no other."""
+    return parse_text(text, tool_format, [_PROBE_TOOL]).tool_calls == _probe_turn(count).tool_calls
 
 
 def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
@@ -167,7 +179,10 @@ def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool) ->
 def _rewrites(render: Render, manner: Manner) -> str:
     before_it = list(manner.plain([_USER, _ANSWER], [_PROBE_TOOL]))
     after_it = render([*before_it, *manner.plain([_RESULT], [_PROBE_TOOL])], [_PROBE_TOOL], True)
-    if after_it.startswith(render(before_it, [_PROBE_TOOL], False).rstrip()):
+    answer, _, end = render(before_it, [_PROBE_TOOL], False).rpartition(_ANSWER.content)
+    follows = after_it.removeprefix(answer + _ANSWER.content)
+    # An end of sequence may stand behind the last turn's end, as in Phi's templates.
+    if follows != after_it and end.lstrip()[:1] in ("", follows.lstrip()[:1]):
         return ""
     return "rewrites earlier turns before a tool's result, so that an episode is not one row of tokens"
 

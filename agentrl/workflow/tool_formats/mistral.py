@@ -1,34 +1,84 @@
 """mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. For Mistral 7B v0.3 to Small 3.1.
 
-Other keys of an object, such as "id", are ignored. The newer form is `mistral_args`.
+The newer form is `mistral_args`. `list_format` makes the formats of other families that write a list of JSON after a mark.
 """
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
-MARK = "[TOOL_CALLS]"
-_LIST = re.compile(r"\s*+(?=\[)")
-_HOW = f'after {MARK} stands a list, [{{"name": ..., "arguments": {{...}}}}]'
+_VALUE = re.compile(r"\s*+(?=[\[{])")
 
 
-def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
-    begin = at + len(MARK)
-    found = _LIST.match(text, begin)
-    if found is None or text.startswith(MARK, found.end()):
-        raise Unreadable(UNFINISHED if nothing_after(text, begin) else _HOW, begin)
-    value, end = scan_json(text, found.end())
-    if not value or not all(isinstance(item, dict) for item in value):
-        raise Unreadable(_HOW, end)
-    return tuple(make_call(item.get("name"), item.get("arguments", {}), end) for item in value), end
+def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: tuple[str, ...] = ()) -> ToolFormat:
+    """Return the format of a family that writes all calls of a turn in one JSON list after a mark.
+
+    One object may stand for a list of one. Its "parameters" are taken if there are no "arguments", and it may be the value of
+    "function" in another. Other keys, such as "id", are ignored.
+
+    Args:
+        starts: the marks that calls may begin with. The first one is written; the others count only before a "[", because they
+            mean something else in other families.
+        end: the mark behind the list, which may be missing.
+        space: the text between mark and list.
+        marks: the marks of such a template; empty: the first of `starts`.
+    """
+    how = f'after {starts[0]} stands a list, [{{"name": ..., "arguments": {{...}}}}]'
+    begins = "|".join([re.escape(starts[0]), *(f"{re.escape(start)}(?=\\s*+\\[)" for start in starts[1:])])
+
+    def read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+        begin = at + len(next(start for start in starts if text.startswith(start, at)))
+        found = _VALUE.match(text, begin)
+        if found is None or text.startswith(starts, found.end()):
+            raise Unreadable(UNFINISHED if nothing_after(text, begin) else how, begin)
+        calls, after = read_call_list(text, found.end(), how)
+        return calls, skip_end(text, after, end)
+
+    def write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+        values = spell_json([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
+        return append_calls(content, f"{starts[0]}{space}{values}{end}")
+
+    return ToolFormat(
+        name=name,
+        begins=re.compile(begins),
+        certain=re.compile(f"(?:{begins})\\s*+[\\[{{]"),
+        read=read,
+        write=write,
+        marks=marks or starts[:1],
+        json=True,
+    )
 
 
-def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = spell_json([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
-    return append_calls(content, f"{MARK} {said}")
+def read_call_list(text: str, at: int, how: str) -> tuple[tuple[ToolCall, ...], int]:
+    """Return the calls of the JSON list, or of the one object, that begins there, and where it ends.
+
+    Args:
+        how: the message to the model about a value that is no list of calls.
+
+    Raises:
+        Unreadable: it is no list of calls; then none is made.
+    """
+    value, end = scan_json(text, at)
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(item, dict) for item in values):
+        raise Unreadable(how, end)
+    return tuple(_call(item, end) for item in values), end
 
 
-mistral = ToolFormat(name="mistral", begins=re.compile(re.escape(MARK)), read=_read, write=_write, marks=(MARK,), json=True)
+def _call(value: dict[str, Any], end: int) -> ToolCall:
+    function = value.get("function")
+    value = function if isinstance(function, dict) else value
+    return make_call(value.get("name"), value.get("arguments", value.get("parameters", {})), end)
+
+
+def skip_end(text: str, at: int, mark: str) -> int:
+    """Return the place behind the mark if only white space stands before it, else the place itself."""
+    found = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
+    return found.end() if found else at
+
+
+mistral = list_format("mistral", "[TOOL_CALLS]", space=" ")
