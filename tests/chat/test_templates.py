@@ -30,7 +30,7 @@ from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.chat.test_rendering import QUESTION, RESULT, SCHEMA, plain
-from tests.support.chat_families import FAMILIES, PLAIN, family_model, family_tokenizer
+from tests.support.chat_families import FAMILIES, PLAIN, VARIANTS, family_model, family_tokenizer, tokenizer_of
 from tests.support.small_models import tiny_random, tokenizer
 
 CALL = ToolCall("calculator", {"expression": "12+7"})
@@ -60,10 +60,32 @@ def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
         "llama3": "<|python_tag|>",
         "granite": "<|tool_call|>",
         "phi4_mini": "<|tool|><|/tool|>",
+        "deepseek": "<｜tool▁calls▁begin｜> <｜tool▁sep｜> ```json",
+        "deepseek_v31": "<｜tool▁calls▁begin｜> <｜tool▁sep｜>",
+        "lfm2": "<|tool_list_start|>",
+        "olmo3": "<function_calls>",
+        "gemma": "<start_of_turn>",
+        "function_gemma": "<start_of_turn> <start_function_call>",
+        "gemma4": "<|tool_call>",
     }
     source = PLAIN + "{# " + marks.get(name, "[TOOL_CALLS]") + " #}"
     made = Chat(_with_template(source), AUTO).manner
     assert (made.tool_format.name, made.native) == (name, False)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_format_that_reads_most_of_a_template_is_chosen(name: str) -> None:
+    """Granite's format reads Phi's list too, but not its closing mark."""
+    chat = Chat(tokenizer_of(*VARIANTS[name]), AUTO)
+    assert (chat.manner.tool_format.name, chat.manner.native, chat.manner.many) == (name, True, True)
+    turn = Message("assistant", "so", tool_calls=(CALL, CALL))
+    assert chat.parse(chat.turn(turn, [SCHEMA]), [SCHEMA]) == turn
+
+
+def test_a_template_may_write_an_end_of_sequence_behind_the_last_turn(tmp_path: Path) -> None:
+    folder = family_model(tmp_path / "phi", "phi4_mini")
+    assert (source_of(folder) or ("",))[0].rstrip().endswith("{{ eos_token }}{%- endif -%}")
+    check_template(settle_chat(section(), folder), folder, system=True, tools=True)
 
 
 def _with_template(source: str) -> Any:

@@ -39,7 +39,19 @@ WRITTEN = {
     "<tool_call>\n<function=no-args/v2.b>\n</function>\n</tool_call>",
     "glm": "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>12+7</arg_value>\n</tool_call>\n"
     "<tool_call>no-args/v2.b\n</tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n"
+    '{"expression": "12+7"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>no-args/v2.b\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calculator<｜tool▁sep｜>"
+    '{"expression": "12+7"}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>no-args/v2.b<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "pythonic": '[calculator(expression="12+7"), no-args/v2.b()]',
+    "lfm2": '<|tool_call_start|>[calculator(expression="12+7"), no-args/v2.b()]<|tool_call_end|>',
+    "olmo3": '<function_calls>\ncalculator(expression="12+7")\nno-args/v2.b()\n</function_calls>',
+    "gemma": '```tool_code\ncalculator(expression="12+7")\nno-args/v2.b()\n```',
+    "function_gemma": "<start_function_call>call:calculator{expression:<escape>12+7<escape>}<end_function_call>"
+    "<start_function_call>call:no-args/v2.b{}<end_function_call>",
+    "gemma4": '<|tool_call>call:calculator{expression:<|"|>12+7<|"|>}<tool_call|><|tool_call>call:no-args/v2.b{}<tool_call|>',
 }
 
 TAGS = (
@@ -47,7 +59,9 @@ TAGS = (
     "\n</parameter>\n", "<parameter=a>", "\n<parameter=a>\n",
     "</function></tool_call>", "</function>", "<function=f>", "; {",
     "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "</think>", "<think>", '"', "'", "'''",
-    "[TOOL_CALLS]", "<|tool_call|>", "<|/tool_call|>", "functools[",
+    "[TOOL_CALLS]", "<|tool_call|>", "<|/tool_call|>", "functools[", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_call_start|>", "<|tool_call_end|>", "</function_calls>", "print(",
+    "<escape>", "<end_function_call>", '<|"|>', "<tool_call|>", "{a:1}",
     '"""', "\\", "\\u0041", "\n", "\r", "\0", "&lt;", "12", "1e999", "NaN", "True", "null", "None", "[]", "{}", '"x"',
     '"<\\/parameter>"', "f(a=1)", " ", "\u2028", "\U0001f642", "e\u0301",
 )  # fmt: skip
@@ -239,6 +253,12 @@ UNITS = (
     '[TOOL_CALLS]["', "[TOOL_CALLS]f[ARGS]", '[TOOL_CALLS]f[ARGS]{"a":"', "<|python_tag|>", '<|python_tag|>{"a":"\\', "'''",
     "<|python_start|>[", "<|python_start|>[f(a=", '<|python_start|>[f(a="', "<|python_start|>[f(a='''\\", "[TOOL_CALLS] [{",
     "<tool_call> ", "<tool_call>\n<function=f>\n<parameter=a>\n</parameter>", '{"name":', '[f(a="', "[f(**{", "\\", "\n",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "<function_calls>", "<function_calls>f()\n", "f()\n",
+    "```tool_code",
+    "```tool_code\nprint(f(a='", "<start_function_call>call:f{", "<start_function_call>call:f{a:<escape>", "a:{", "<escape>",
+    '<|tool_call>call:f{a:<|"|>', '<|"|>', "<|tool_call_start|>[f(),", '<|tool_call_start|>[{"name":', "<|tool_call_start|>",
     "<|tool_call|>", "<|tool_call|>[", "functools[{", "<|tool_call|>[{}]<|/tool_call|>",
     "[f(a=[", "<|python_start|>[f(a=[1,", '<|python_tag|>{"name": "f"};', "<|python_start|>[f()],", "; {", "<think>", " ",
 )  # fmt: skip
@@ -307,6 +327,40 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
         ("glm", "<tool_call>f</tool_call>", ToolCall("f", {})),
         ("glm", '<tool_call>{"name": "f"}</tool_call>', "a call is <tool_call>NAME"),
         ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1", UNFINISHED),
+        (
+            "deepseek",
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
+            ToolCall("f", {"a": 1}),
+        ),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "stand calls"),
+        ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}', ToolCall("f", {"a": 1})),
+        ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"{\\"a\\": 1}"', ToolCall("f", {"a": 1})),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]", "must be an object, not list"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>f", "stand calls"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f", UNFINISHED),
+        ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {"a": "\n"}}]<|tool_call_end|>', ToolCall("f", {"a": "\n"})),
+        ("lfm2", "<|tool_call_start|> [f(a='x\ny')] <|tool_call_end|>", ToolCall("f", {"a": "x\ny"})),
+        ("lfm2", "<|tool_call_start|>[f(a='x\ny')]", ToolCall("f", {"a": "x\ny"})),
+        ("lfm2", "<|tool_call_start|>f<|tool_call_end|>", "stands a list"),
+        ("lfm2", "<|tool_call_start|>[f(a=", UNFINISHED),
+        ("olmo3", "<function_calls>\nf(a='x', b=null)", ToolCall("f", {"a": "x", "b": None})),
+        ("olmo3", "<function_calls>f(a=true)</function_calls>", ToolCall("f", {"a": True})),
+        ("olmo3", "<function_calls></function_calls>", "each line is a call"),
+        ("olmo3", "<function_calls>\nf(a='x", UNFINISHED),
+        ("gemma", "```tool_code\nprint(f(a='x'))\n```", ToolCall("f", {"a": "x"})),
+        ("gemma", "```tool_code\nprint(a=1)\n```", ToolCall("print", {"a": 1})),
+        ("gemma", "```tool_code\nimport numpy\n```", "each line is a call"),
+        (
+            "function_gemma",
+            '<start_function_call>call:f{a:<escape>x, {y}"<escape>,b:[1,null,None],c:{d:true}}<end_function_call>',
+            ToolCall("f", {"a": 'x, {y}"', "b": [1, None, None], "c": {"d": True}}),
+        ),
+        ("function_gemma", "<start_function_call>call:f{a:1}", ToolCall("f", {"a": 1})),
+        ("function_gemma", "<start_function_call>call:f{a:1,a:2}<end_function_call>", '"a" stands twice'),
+        ("function_gemma", "<start_function_call>call:f{a:x y}<end_function_call>", "cannot be read from"),
+        ("function_gemma", "<start_function_call>call:f{a:<escape>x", UNFINISHED),
+        ("gemma4", '<|tool_call>call:f{<|"|>a b<|"|>:<|"|>x<|"|>}<tool_call|>', ToolCall("f", {"a b": "x"})),
+        ("gemma4", "<|tool_call>f{}<tool_call|>", "a call is <|tool_call>call:NAME"),
         ("pythonic", "[f(a='it\\'s', b=[-2.5e3, (True, None)],)]", ToolCall("f", {"a": "it's", "b": [-2500.0, [True, None]]})),
         ("pythonic", '[f(a="""x\n"y" z""")]', ToolCall("f", {"a": 'x\n"y" z'})),
         ("pythonic", "<|tool_call_start|>[f(a={'b': null})]<|tool_call_end|>", ToolCall("f", {"a": {"b": None}})),
@@ -336,7 +390,8 @@ def test_how_a_model_may_write_it_too_and_what_it_is_told_of_the_rest(name: str,
         ("llama3", '{"answer": 7}'), ("llama3", 'So {"name": "f", "parameters": {}} it is.'), ("pythonic", "[1, 2, 3]"),
         ("pythonic", "[a link](https://example.org)"), ("pythonic", "See [f(a=1)]."), ("hermes", '{"name": "f"}'),
         ("named", "<tool_call>"), ("mistral", '[{"name": "f"}]'), ("qwen_coder", "<parameter=a>"),
-        ("phi4_mini", "import functools"), ("granite", "[1]"),
+        ("phi4_mini", "import functools"), ("granite", "[1]"), ("gemma", "[f(a=1)]"), ("gemma", "```python\nf(a=1)\n```"),
+        ("olmo3", "f(a=1)"),
     ],
 )  # fmt: skip
 def test_an_answer_that_looks_like_a_call_is_an_answer(name: str, text: str) -> None:
@@ -349,6 +404,12 @@ def test_of_several_calls_one_of_which_is_wrong_none_is_made() -> None:
         ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": 1}]'),
         ("llama3", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": 1}'),
         ("pythonic", "[f(a=1), f(a=)]"),
+        ("lfm2", "<|tool_call_start|>[f(a=1), f(a=)]<|tool_call_end|>"),
+        ("olmo3", "<function_calls>f(a=1)\nf(a=)</function_calls>"),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>7",
+        ),
     ):
         message = parse_text(text, find("tool_formats", name))
         assert message.content == text

@@ -57,6 +57,39 @@ _GLM_CALL = """\
 <arg_value>{{ value if value is string else value | tojson }}</arg_value>
 {% endfor %}</tool_call>"""
 
+_KEYWORDS = """\
+{% for key, value in call.function.arguments.items() %}
+{{ key }}={{ value | tojson }}{% if not loop.last %}, {% endif %}
+{%- endfor %}"""
+_LFM2 = f"""\
+{{% if loop.first %}}<|tool_call_start|>[{{% endif %}}
+{{{{ call.function.name }}}}({_KEYWORDS}){{% if loop.last %}}]<|tool_call_end|>{{% else %}},{{% endif %}}"""
+_LFM2_JSON = """\
+{% if loop.first %}<|tool_call_start|>[{% endif %}
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+{%- if loop.last %}]<|tool_call_end|>{% else %},{% endif %}"""
+_LINES = f"""\
+{{% if loop.first %}}START
+{{% endif %}}{{{{ call.function.name }}}}({_KEYWORDS}){{% if loop.last %}}
+END{{% endif %}}"""
+_DEEPSEEK = """\
+{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ call.function.name }}
+```json
+{{ call.function.arguments | tojson }}
+```<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}"""
+_DEEPSEEK_V31 = """\
+{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}
+<｜tool▁call▁begin｜>{{ call.function.name }}<｜tool▁sep｜>{{ call.function.arguments | tojson }}<｜tool▁call▁end｜>
+{%- if loop.last %}<｜tool▁calls▁end｜>{% endif %}"""
+_BRACES = """\
+START{{ 'call:' ~ call.function.name ~ '{' }}
+{%- for key, value in call.function.arguments.items() -%}
+{{ key }}:{% if value is string %}QUOTE{{ value }}QUOTE{% else %}{{ value | tojson }}{% endif %}
+{%- if not loop.last %},{% endif -%}
+{%- endfor -%}
+{{ '}' }}END"""
+
 _LLAMA3 = """\
 <|begin_of_text|>
 {%- for message in messages -%}
@@ -225,6 +258,17 @@ _GRANITE_TOKENS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<
 _PHI_TOKENS = (
     "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>",
 )  # fmt: skip
+_LFM2_TOKENS = ("<|tool_call_start|>", "<|tool_call_end|>")
+_DEEPSEEK_TOKENS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+_FUNCTION_GEMMA_TOKENS = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+_GEMMA4_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+
+
+def _braces(start: str, end: str, quote: str) -> str:
+    return _BRACES.replace("START", start).replace("END", end).replace("QUOTE", quote)
+
 
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "hermes": (_CHATML.replace("CALL", _HERMES), ()),
@@ -237,12 +281,24 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "granite": (_GRANITE.replace("END", ""), _GRANITE_TOKENS),
     "phi4_mini": (_PHI_TOOLS, _PHI_TOKENS),
     "pythonic": (_PYTHONIC, ()),
+    "lfm2": (_CHATML.replace("CALL", _LFM2), _LFM2_TOKENS),
+    "olmo3": (_CHATML.replace("CALL", _LINES.replace("START", "<function_calls>").replace("END", "</function_calls>")), ()),
+    "gemma": (_CHATML.replace("CALL", _LINES.replace("START", "```tool_code").replace("END", "```")), ()),
+    "deepseek": (_CHATML.replace("CALL", _DEEPSEEK), _DEEPSEEK_TOKENS),
+    "deepseek_v31": (_CHATML.replace("CALL", _DEEPSEEK_V31), _DEEPSEEK_TOKENS),
+    "function_gemma": (_CHATML.replace("CALL", _braces(*_FUNCTION_GEMMA_TOKENS[:3])), _FUNCTION_GEMMA_TOKENS),
+    "gemma4": (_CHATML.replace("CALL", _braces(*_GEMMA4_TOKENS[:3])), _GEMMA4_TOKENS),
 }
 """Format -> a template of a family that writes it, and the family's special tokens."""
 
+VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "phi4_mini": (_GRANITE.replace("END", "<|/tool_call|>"), (*_GRANITE_TOKENS, "<|/tool_call|>")),
+    "lfm2": (_CHATML.replace("CALL", _LFM2_JSON), _LFM2_TOKENS),
+}
+"""Format -> another template that writes it: Phi's calls in one list, LFM2's in JSON."""
+
 ENDINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "next role": (_GLM.replace("CALL", _HERMES), _GLM_TOKENS),
-    "list between marks": (_GRANITE.replace("END", "<|/tool_call|>"), (*_GRANITE_TOKENS, "<|/tool_call|>")),
     "end of sequence behind": (_PHI, ("<|end|>", "<|user|>", "<|assistant|>")),
 }
 """Ways to end a turn -> a template that does so, and its special tokens."""
@@ -259,7 +315,11 @@ PLAIN = """\
 @cache
 def family_tokenizer(name: str) -> Qwen2Tokenizer:
     """A tiny tokenizer with that family's template and special tokens."""
-    template, special = (FAMILIES | ENDINGS)[name]
+    return tokenizer_of(*(FAMILIES | ENDINGS)[name])
+
+
+def tokenizer_of(template: str, special: tuple[str, ...]) -> Qwen2Tokenizer:
+    """A tiny tokenizer with that template and these special tokens."""
     made = tiny_tokenizer([])
     made.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     made.chat_template = template

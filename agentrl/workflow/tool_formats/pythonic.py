@@ -3,10 +3,13 @@
 Values are literals: text in any of Python's quotes, which may hold raw line breaks; numbers, True, False, None (JSON's words
 too), lists, tuples and dicts; `**{"any key": 1}` passes keys that are no identifiers. Nothing is evaluated. Between
 `<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
+
+`olmo3`, `gemma` and `lfm2` read such calls with `CallReader` too, and `function_gemma` reads its own with it.
 """
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from agentrl.workflow.call_json import (
@@ -20,42 +23,54 @@ from agentrl.workflow.call_json import (
     spell_json,
     why_unfit,
 )
-from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
+from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 START, END = "<|python_start|>", "<|python_end|>"
 _MARK = re.compile(r"<\|(?:python|tool_call)_start\|>")
 _OPENS = re.compile(r"(?:<\|(?:python|tool_call)_start\|>)?\s*+\[")
 _ENDS = re.compile(r"(?:\s*+<\|(?:python|tool_call)_end\|>)?")
-_TOKEN = re.compile(
-    r"""\s*+(?:(?P<text>\"{3}(?:[^"\\]|\\.|"[^"\\]|"\\.|""[^"\\]|""\\.)*+\"{3}
+_TOKENS = r"""\s*+(?:(?P<text>MARKED\"{3}(?:[^"\\]|\\.|"[^"\\]|"\\.|""[^"\\]|""\\.)*+\"{3}
     |'{3}(?:[^'\\]|\\.|'[^'\\]|'\\.|''[^'\\]|''\\.)*+'{3}
     |"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
     |(?P<number>[-+]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?)
-    |(?P<name>[A-Za-z_][A-Za-z0-9_./-]*+)|(?P<sign>\*\*|[][(){},:=]))""",
-    re.DOTALL | re.VERBOSE,
-)
-_QUOTED = re.compile(r"\s*+[\"']")
+    |(?P<name>[A-Za-z_][A-Za-z0-9_./-]*+)|(?P<sign>\*\*|[][(){},:=]))"""
+_SPACE = re.compile(r"\s*+")
 _ESCAPE = re.compile(r"\\(?:(\n)|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\\'\"abfnrtv0]))")
 _ESCAPE_VALUES = dict(zip("\\'\"abfnrtv0", "\\'\"\a\b\f\n\r\t\v\0", strict=True))
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PRINTED = re.compile(r"\s*+print\(\s*+[A-Za-z_][A-Za-z0-9_./-]*+\(")
 _HOW = "calls are a list, [name(arg=1), ...]"
 
 
-class _Reader:
-    """A reader of tokens, one after another; `at` is the end of the last one."""
+@cache
+def _token(quote: str) -> re.Pattern[str]:
+    """Return the pattern of a token; text may also stand between two of these marks, if there is one."""
+    marked = f"{re.escape(quote)}(?P<plain>.*?){re.escape(quote)}|" if quote else "(?P<plain>(?!))|"
+    return re.compile(_TOKENS.replace("MARKED", marked), re.DOTALL | re.VERBOSE)
 
-    def __init__(self, text: str, at: int) -> None:
+
+class CallReader:
+    """A reader of tokens, one after another; `at` is the end of the last one.
+
+    Args:
+        how: the message to the model about text that is no call.
+        quote: a mark that stands on both sides of a text; then keys need no quotes.
+    """
+
+    def __init__(self, text: str, at: int, how: str = _HOW, quote: str = "") -> None:
         self.text = text
         self.at = at
+        self.how = how
+        self.quote = quote
         self.next: re.Match[str] | None = None
         self.advance()
 
     def advance(self) -> None:
         """Goes on to the next token."""
         self.at = self.next.end() if self.next else self.at
-        self.next = _TOKEN.match(self.text, self.at)
+        self.next = _token(self.quote).match(self.text, self.at)
 
     def sign(self) -> str:
         """The next token if it is a sign, else ""."""
@@ -83,10 +98,70 @@ class _Reader:
 
     def wrong(self, why: str = "") -> Unreadable:
         """The error for the next token."""
-        if self.next is None and (_QUOTED.match(self.text, self.at) or nothing_after(self.text, self.at)):
+        if self.next is None and self._breaks_off():
             return Unreadable(UNFINISHED, len(self.text))
         near = self.text[self.at : self.at + 20]
-        return Unreadable(why or f"{_HOW}; it cannot be read from {near!r} on", self.next.end() if self.next else self.at)
+        return Unreadable(why or f"{self.how}; it cannot be read from {near!r} on", self.next.end() if self.next else self.at)
+
+    def _breaks_off(self) -> bool:
+        """Whether the text ends within what follows."""
+        space = _SPACE.match(self.text, self.at)
+        at = space.end() if space else self.at
+        marked = bool(self.quote) and self.quote.startswith(self.text[at : at + len(self.quote)])
+        return marked or at == len(self.text) or self.text[at] in "\"'"
+
+    def call(self) -> ToolCall:
+        """Reads a call."""
+        name = self.name()
+        self.need("(")
+        arguments: dict[str, Any] = {}
+        while not self.take(")"):
+            more = self.value(1) if self.take("**") else self._keyword()
+            if not isinstance(more, dict):
+                raise self.wrong("after ** stands a dict")
+            for key in more.keys() & arguments.keys():
+                raise self.wrong(duplicate_key_message(key))
+            arguments |= more
+            if not self.take(","):
+                self.need(")")
+                break
+        return self.checked(name, arguments)
+
+    def braced_call(self) -> ToolCall:
+        """Reads `call:NAME{...}`."""
+        if self.name() != "call":
+            raise self.wrong()
+        self.need(":")
+        name = self.name()
+        self.need("{")
+        return self.checked(name, self._pairs(2))
+
+    def printed_call(self) -> ToolCall:
+        """Reads a call, which may stand in `print(...)`."""
+        if _PRINTED.match(self.text, self.at) is None:
+            return self.call()
+        for _ in range(2):
+            self.advance()
+        call = self.call()
+        self.need(")")
+        return call
+
+    def checked(self, name: str, arguments: dict[str, Any]) -> ToolCall:
+        """Return the call, whose text ends here; its arguments are within the limits."""
+        try:
+            why = why_unfit(arguments)
+        except ValueError as error:
+            raise self.wrong(str(error)) from error
+        if why:
+            raise self.wrong(why)
+        return make_call(name, arguments, self.at)
+
+    def _keyword(self) -> dict[str, Any]:
+        name = self.name()
+        if not _IDENTIFIER.fullmatch(name):
+            raise self.wrong()
+        self.need("=")
+        return {name: self.value(2)}
 
     def value(self, depth: int) -> Any:
         """Reads a literal."""
@@ -109,7 +184,7 @@ class _Reader:
     def _pairs(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while not self.take("}"):
-            key = self.value(depth)
+            key = self.name() if self.quote and self.next and self.next["name"] else self.value(depth)
             if not isinstance(key, str):
                 raise self.wrong("the keys of a dict must be texts")
             self.need(":")
@@ -138,6 +213,8 @@ def _literal(token: re.Match[str]) -> Any:
         digits = token["number"].lstrip("+-")
         size = parse_digits(digits) if digits.isdecimal() else float(digits)
         return -size if token["number"].startswith("-") else size
+    if token["plain"] is not None:
+        return token["plain"]
     if token["name"]:
         return _WORDS[token["name"]]
     quotes = 3 if token["text"].startswith(('"""', "'''")) else 1
@@ -155,56 +232,52 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     opens = _OPENS.match(text, at)
     if opens is None:
         marked = _MARK.match(text, at)
-        reader = _Reader(text, marked.end() if marked else at)
-        raise reader.wrong()
-    reader = _Reader(text, opens.end())
+        raise CallReader(text, marked.end() if marked else at).wrong()
+    calls, end = read_list(text, opens.end() - 1)
+    ends = _ENDS.match(text, end)
+    return check_length(calls, at, ends.end() if ends else end)
+
+
+def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
+    """Return the calls of the list that begins there, and where it ends.
+
+    Raises:
+        Unreadable: one of them cannot be read; then none is made.
+    """
+    reader = CallReader(text, at + 1)
     calls: list[ToolCall] = []
     while not calls or not reader.take("]"):
-        calls.append(_call(reader))
+        calls.append(reader.call())
         if not reader.take(","):
             reader.need("]")
             break
-    ends = _ENDS.match(text, reader.at)
-    end = ends.end() if ends else reader.at
+    return tuple(calls), reader.at
+
+
+def check_length(calls: tuple[ToolCall, ...], at: int, end: int) -> tuple[tuple[ToolCall, ...], int]:
+    """Return the calls and where their text ends.
+
+    Raises:
+        Unreadable: the text is longer than a call may be.
+    """
     if end - at > MAX_CHARACTERS:
         raise Unreadable(TOO_LONG, end)
-    return tuple(calls), end
-
-
-def _call(reader: _Reader) -> ToolCall:
-    name = reader.name()
-    reader.need("(")
-    arguments: dict[str, Any] = {}
-    while not reader.take(")"):
-        more = reader.value(1) if reader.take("**") else _keyword(reader)
-        if not isinstance(more, dict):
-            raise reader.wrong("after ** stands a dict")
-        for key in more.keys() & arguments.keys():
-            raise reader.wrong(duplicate_key_message(key))
-        arguments |= more
-        if not reader.take(","):
-            reader.need(")")
-            break
-    try:
-        why = why_unfit(arguments)
-    except ValueError as error:
-        raise reader.wrong(str(error)) from error
-    if why:
-        raise reader.wrong(why)
-    return make_call(name, arguments, reader.at)
-
-
-def _keyword(reader: _Reader) -> dict[str, Any]:
-    name = reader.name()
-    if not _IDENTIFIER.fullmatch(name):
-        raise reader.wrong()
-    reader.need("=")
-    return {name: reader.value(2)}
+    return calls, end
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = f"[{', '.join(f'{call.name}({_arguments(call)})' for call in calls)}]"
-    return f"{content}{START}{said}{END}" if content else said
+    text = spell_list(calls)
+    return f"{content}{START}{text}{END}" if content else text
+
+
+def spell_list(calls: Sequence[ToolCall]) -> str:
+    """Return the calls as a list in Python."""
+    return f"[{', '.join(map(spell_call, calls))}]"
+
+
+def spell_call(call: ToolCall) -> str:
+    """Return the call in Python."""
+    return f"{call.name}({_arguments(call)})"
 
 
 def _arguments(call: ToolCall) -> str:

@@ -1,0 +1,8 @@
+"""gemma: a line of Python for each call in a block, "```tool_code", which "```" closes. For Gemma 3.
+
+Its template shows no calls and no tools, so that the prompt must name them. A list of calls without a block is `pythonic`.
+"""
+
+from agentrl.workflow.tool_formats.olmo3 import line_format
+
+gemma = line_format("gemma", "```tool_code", "```", ("<start_of_turn>",))

@@ -1,0 +1,41 @@
+"""olmo3: a line of Python for each call between tags, `<function_calls>name(arg=1)</function_calls>`. For OLMo 3.
+
+The lines are read as `pythonic` reads the calls of its list. `line_format` makes the formats of other families that write such
+lines. The closing tag may be missing at the end of a turn.
+"""
+
+import re
+from collections.abc import Sequence
+
+from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after
+from agentrl.workflow.tool_formats.mistral import skip_end
+from agentrl.workflow.tool_formats.pythonic import CallReader, check_length, spell_call
+from agentrl.workflow.trajectory import ToolCall
+
+
+def line_format(name: str, start: str, end: str, marks: tuple[str, ...]) -> ToolFormat:
+    """Return the format of a family that writes each call of a turn in a line of Python between two marks.
+
+    A call may stand in `print(...)`.
+
+    Args:
+        marks: the marks of such a template.
+    """
+    how = f"between {start} and {end} each line is a call, name(arg=1)"
+
+    def read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
+        reader = CallReader(text, at + len(start), how)
+        calls: list[ToolCall] = []
+        while not calls or not (skip_end(text, reader.at, end) > reader.at or nothing_after(text, reader.at)):
+            calls.append(reader.printed_call())
+        return check_length(tuple(calls), at, skip_end(text, reader.at, end))
+
+    def write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
+        lines = "\n".join(map(spell_call, calls))
+        return append_calls(content, f"{start}\n{lines}\n{end}")
+
+    begins = re.compile(re.escape(start))
+    return ToolFormat(name=name, begins=begins, read=read, write=write, marks=marks)
+
+
+olmo3 = line_format("olmo3", "<function_calls>", "</function_calls>", ("<function_calls>",))
