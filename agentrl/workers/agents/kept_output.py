@@ -59,8 +59,8 @@ class KeptOutput:
         return max((len(key) for key in self.keys), default=0)
 
     def _shown(self, data: bytes | bytearray) -> str:
-        text = clean(hide_keys(data.decode("utf-8", "replace"), self.keys))
-        return hide_keys(text, self.keys)  # what is removed may have stood inside of a key
+        text = clean(data.decode("utf-8", "replace"))  # first: a colour code may stand inside of a key
+        return hide_keys(text, self.keys)
 
 
 def add_last_lines(error: str, output: str) -> str:
