@@ -345,8 +345,8 @@ def _describe_update(made: Any) -> dict[str, Any]:
 
 def _describe_calls(model: Any) -> str:
     """Name the format of calls, and say if bare JSON does not count as one."""
-    strict = ", strict" if model.strict_calls else ""
-    return f"{model.tool_format or 'auto'}{strict}" if model.tool_format != "auto" else f"the template's own{strict}"
+    named = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
+    return f"{named}, strict" if model.strict_calls else named
 
 
 def _show_plan(prepared: Any, as_json: bool) -> None:

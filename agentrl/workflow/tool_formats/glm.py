@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-from agentrl.workflow.call_json import MAX_CHARACTERS, TOO_LONG, Unreadable, duplicate_key_message, make_call, why_unfit
+from agentrl.workflow.call_json import Unreadable, duplicate_key_message
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, skip_mark
-from agentrl.workflow.tool_formats.qwen_coder import Kinds, argument_kinds, read_value, spell_value
+from agentrl.workflow.tool_formats.qwen_coder import Kinds, argument_kinds, make_bounded_call, read_value, spell_value
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -40,17 +40,8 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
         end = space.end() if space else end
     if not text.startswith(END_CALL, end):
         raise _wrong(text, end)
-    return (_checked(unescape(name[1]), arguments, end + len(END_CALL), at),), end + len(END_CALL)
-
-
-def _checked(name: str, arguments: dict[str, Any], end: int, at: int) -> ToolCall:
-    try:
-        why = TOO_LONG if end - at > MAX_CHARACTERS else why_unfit(arguments)
-    except ValueError as error:
-        raise Unreadable(str(error), end) from error
-    if why:
-        raise Unreadable(why, end)
-    return make_call(name, arguments, end)
+    end += len(END_CALL)
+    return (make_bounded_call(unescape(name[1]), arguments, at, end),), end
 
 
 def _wrong(text: str, at: int) -> Unreadable:

@@ -61,13 +61,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     closes = _END.match(text, end)
     if closes is None:
         raise _explain_wrong(text, end, end)
-    try:
-        why = TOO_LONG if closes.end() - at > MAX_CHARACTERS else why_unfit(arguments)
-    except ValueError as error:
-        raise Unreadable(str(error), closes.end()) from error
-    if why:
-        raise Unreadable(why, closes.end())
-    return (make_call(name, arguments, closes.end()),), closes.end()
+    return (make_bounded_call(name, arguments, at, closes.end()),), closes.end()
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
@@ -80,6 +74,21 @@ def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
 def _stands_alone(text: str) -> bool:
     """Whether nothing in a text between tags would end the value early."""
     return _ENDS_VALUE.search(f"\n{text}\n") is None
+
+
+def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
+    """Return the call that stands from `at` to `end`, for `glm` too.
+
+    Raises:
+        Unreadable: it is longer, or its arguments are larger, than the limits.
+    """
+    try:
+        why = TOO_LONG if end - at > MAX_CHARACTERS else why_unfit(arguments)
+    except ValueError as error:
+        raise Unreadable(str(error), end) from error
+    if why:
+        raise Unreadable(why, end)
+    return make_call(name, arguments, end)
 
 
 def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
