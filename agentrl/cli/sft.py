@@ -213,7 +213,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
-    config = settle_chat(config, at, policy is None)
+    config = settle_chat(config, at)
     target = place.of(sft_model_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     with pause_gc():

@@ -69,8 +69,16 @@ def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]
 
 
 def _problem(task: Task, name: str) -> str:
+    """Return why no right answer of the task earns full marks; empty if one does."""
+    aliases = task.metadata.get("aliases")
+    answers = [task.reference, *(aliases if isinstance(aliases, list) else ())]
+    found = [_problem_of_answer(task, name, answer) for answer in answers]
+    return found[0] if all(found) else ""
+
+
+def _problem_of_answer(task: Task, name: str, text: str) -> str:
     reward = find("rewards", name)
-    answer = Step(0, (), (), (), (), "stop", Message("assistant", reward.reference_form.format(task.reference)), 0)
+    answer = Step(0, (), (), (), (), "stop", Message("assistant", reward.reference_form.format(text)), 0)
     try:
         value = part_sum(numbers(reward(Episode(task, steps=(answer,), status="done", stop_reason="answered"))))
     except (InfraError, SandboxUnavailable, ServiceError):

@@ -23,7 +23,7 @@ from agentrl.workflow.chat.templates import (
     settle_chat,
     source_of,
 )
-from agentrl.workflow.config import ModelConfig, RunConfig, build
+from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
@@ -98,10 +98,6 @@ def test_a_template_that_tells_nothing_means_hermes_and_its_calls_are_not_droppe
     chat = Chat(_with_template(PLAIN), AUTO)
     assert (chat.manner.tool_format.name, chat.manner.native) == ("hermes", False)
     assert CALL.arguments["expression"] in chat.decode(chat.opening([QUESTION, Message("assistant", "so", tool_calls=(CALL,))]))
-    before = Chat(_with_template(PLAIN))
-    assert CALL.arguments["expression"] not in before.decode(
-        before.opening([QUESTION, Message("assistant", "", tool_calls=(CALL,))])
-    )
 
 
 @each_family
@@ -130,7 +126,6 @@ def test_llama_may_end_a_call_with_a_token_of_its_own() -> None:
     chat = Chat(family_tokenizer("llama3"), AUTO)
     eom = chat.tokenizer.convert_tokens_to_ids("<|eom_id|>")
     assert eom in chat.end_ids
-    assert eom not in Chat(family_tokenizer("llama3")).end_ids  # as in runs of before there was a choice
     ids = (*chat.turn(Message("assistant", "", tool_calls=(CALL,)))[:-1], eom)
     assert chat.parse(ids).tool_calls == (CALL,)
 
@@ -144,10 +139,10 @@ def test_a_format_that_a_person_chose_is_written_into_what_the_turn_says(name: s
     assert chat.manner.tool_format.write("so", turn.tool_calls, ()) in chat.decode(chat.opening([QUESTION, turn, RESULT]))
 
 
-def test_hermes_is_rendered_as_ever_whether_it_was_chosen_or_found_or_came_from_a_run_of_before() -> None:
+def test_hermes_is_rendered_alike_whether_it_was_chosen_or_found() -> None:
     turn = Message("assistant", "Let me see.", thought="hm", tool_calls=(CALL, CALL))
     told = [QUESTION, turn, RESULT, RESULT]
-    ways = [Chat(tokenizer(), way) for way in (None, AUTO, "hermes")]
+    ways = [Chat(tokenizer(), way) for way in (AUTO, "hermes")]
     assert len({chat.opening(told, [SCHEMA]) for chat in ways}) == 1
     assert len({chat.turn(turn) for chat in ways}) == 1
     assert len({chat.end_ids for chat in ways}) == 1
@@ -166,7 +161,6 @@ def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Pat
     folder = family_model(tmp_path / name, name)
     assert settle_chat(section(), folder).tool_format == name
     assert settle_chat(ModelConfig(), folder).tool_format == name
-    assert settle_chat(ModelConfig(), folder, new=False).tool_format is None
     check_template(settle_chat(section(), folder), folder, system=name != "llama3", tools=True)
     assert remark_on_tools(section(), folder) == ""
 
@@ -320,19 +314,6 @@ def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, ho
     assert prepared.submission.config["model"]["chat_template"] == PLAIN
     assert any("renders no `tools`" in remark for remark in prepared.remarks)
     assert prepare(None, prepared.config).config == prepared.config
-
-
-def test_a_run_of_before_there_was_a_choice_means_what_it_meant(tmp_path: Path) -> None:
-    stored = build({"model.path": str(family_model(tmp_path / "model", "llama3"))}).model_dump(mode="json")
-    del stored["model"]["tool_format"], stored["model"]["chat_template"]
-    model = RunConfig.model_validate(stored).model
-    chat = Policy.load(settle_chat(model, tmp_path / "model", new=False), str(tmp_path / "model"), "cpu", weights=False).chat
-    before = Chat(family_tokenizer("llama3"))
-    assert (chat.manner, chat.end_ids, chat.opening([QUESTION], [SCHEMA])) == (
-        before.manner, before.end_ids, before.opening([QUESTION], [SCHEMA]),
-    )  # fmt: skip
-    assert chat.manner.tool_format.name == "hermes"
-    assert build(RunConfig.model_validate(stored).flat()).model.tool_format is None
 
 
 def test_two_measurements_by_other_words_are_said_to_be_made_otherwise() -> None:

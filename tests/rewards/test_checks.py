@@ -1,5 +1,6 @@
 """Tests that are a program: every form that HumanEval's and MBPP's have is judged, by the answer's function alone."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ FORMS = {
         "    return 2 * n\n",
         "    for n in range(3):\n        assert twice(n) == n + n",
     ),
+    "arguments that are functions or objects, with what they need": human(
+        "mapped",
+        'def mapped(change, items, more=0):\n    """Each item, changed."""\n',
+        "    return [change(item) + more for item in items]\n",
+        "    import math\n\n    class Times:\n        def __init__(self, n):\n            self.n = n\n\n"
+        "        def __call__(self, x):\n            return self.n * x\n\n"
+        "    three = 3\n    times = Times(2)\n    times.n = 5\n"
+        "    assert candidate(lambda x: x + 1, [1, 2]) == [2, 3]\n    assert candidate(times, [1, 2], more=1) == [6, 11]\n"
+        "    for i in range(2):\n        assert candidate(change=lambda x: x + i * three, items=[1]) == [1 + 3 * i]\n"
+        "    assert candidate(math.sqrt, [4.0]) == [2.0]",
+    ),
     "mbpp's, with a helper of theirs": {
         "task_id": 7, "text": "Write a function to find what is common.", "code": "def common(a, b):\n  return set(a) & set(b)",
         "test_list": ["assert set(common((1, 2), (2, 3))) == set((2,))", "assert set(common((1,), (3,))) == set(())",
@@ -174,6 +186,20 @@ def test_calls_that_depend_on_what_came_before_are_made_in_turns_and_not_for_eve
     assert earned("def up(n): return n + 2", nested(code_judge.MOST_ROUNDS + 1)) == 0.0, "but not for ever"
 
 
+def test_the_session_of_an_answer_sees_the_arguments_of_its_calls_and_nothing_that_is_expected() -> None:
+    test = (
+        "secret = [2]\ndef helper(x):\n    assert x != 77\n    return x\ndef check(candidate):\n    expected, one = [4242], 1\n"
+        "    double = lambda x: 2 * x + one\n    assert candidate(double, [1]) == [3]\n"
+        "    got = candidate(lambda x: x, secret)\n    assert got == secret and expected"
+    )
+    reference = "def mapped(change, items):\n    return [change(item) for item in items]"
+    asked = checks.outcome(reference, test, "mapped", [], final=False)["asked"]
+    assert [json.loads(text)["args"] for text in asked] == ["[[1], 1]", "[[2]]"]
+    assert not [text for text in asked if "4242" in text or "77" in text or "assert" in text]
+    hidden = test.replace("lambda x: x,", "helper,")
+    assert "makes it: function" in checks.outcome(reference, hidden, "mapped", [], final=False)["unjudged"]
+
+
 def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(box: None, tmp_path: Path) -> None:
     for test in (
         f"    for n in range({checks.MOST_CALLS + 1}):\n        assert candidate(n) == n",
@@ -187,7 +213,10 @@ def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(
 
 
 REFUSED = {
-    "no plain data": ("    class Point: pass\n    assert candidate(Point()) == 1", "they pass what is no plain data: Point"),
+    "no plain data": (
+        "    import re\n    for pattern in [re.compile('a')]:\n        assert candidate(pattern) == 1",
+        "they pass what is no plain data, and no statement of theirs alone makes it: Pattern",
+    ),
     "a wrong reference": (
         "    for n in range(2):\n        assert candidate(n) == n + 1",
         "its own reference earns 0",

@@ -1,6 +1,7 @@
 """Whether rewards can score a dataset's tasks: each task's own reference must earn full marks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from agentrl.workflow.reference_check import SAMPLE_SIZE, check_sample, comparin
 from agentrl.workflow.trajectory import Message, Task
 from tests.data.test_datasets import write
 from tests.rewards.test_code import box as box
+from tests.rewards.test_code import human
 from tests.rewards.test_math_answer import held as held
 
 MONEY = ("\\frac{1}{2}", "x + 1", "\\$10", "\\$1,250", "-\\$5", "$10$", "10", "$10")
@@ -35,6 +37,22 @@ def test_reference_problems_finds_a_wrong_solution(box: None) -> None:
     task = load_tasks(DatasetConfig(name="code_tiny", max_samples=1)).tasks[0]
     wrong = Task(task.key, task.messages, "def f(x, y): return None", task.metadata)
     assert reference_problems([task, wrong], ["tests_passed"]) == [f"{task.key}: tests_passed: its own reference earns 0"]
+
+
+def test_reference_problems_accepts_a_solution_whose_docstring_holds_a_code_block(box: None, tmp_path: Path) -> None:
+    row = human(
+        "same", 'def same(n):\n    """n\n\n    ```python\n    same(1) == 2\n    ```\n    """\n', "    return n\n",
+        "    assert candidate(1) == 1",
+    )  # fmt: skip
+    loaded = load_tasks(DatasetConfig(name=str(write(tmp_path / "own.jsonl", row)))).tasks
+    assert reference_problems(loaded, ["tests_passed"]) == []
+
+
+def test_reference_problems_accepts_a_task_of_which_one_alias_is_right() -> None:
+    (several,) = tasks("Paris,\nthe capital")
+    aliased = replace(several, metadata={"aliases": ["Paris"]})
+    assert reference_problems([aliased], ["text_answer"]) == []
+    assert reference_problems([several], ["text_answer"]) == ["t/0: text_answer: its own reference earns 0"]
 
 
 def test_math_answer_reads_references_with_a_dollar_sign(held: None) -> None:

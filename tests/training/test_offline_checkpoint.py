@@ -22,10 +22,11 @@ from agentrl.workflow.datasets.arithmetic import arithmetic
 from agentrl.workflow.errors import CheckpointError, ConflictError, DeviceLost, ModelError, Stopped
 from agentrl.workflow.models.lookup import base_hash, model_folder
 from agentrl.workflow.models.parameters import Parameters
-from agentrl.workflow.training.offline_checkpoint import catch_interrupt
+from agentrl.workflow.training.offline_checkpoint import catch_interrupt, rendering_clock
 from agentrl.workflow.training.offline_training import Recipe, TrainedModel
 from agentrl.workflow.training.preference import dpo
 from agentrl.workflow.training.supervised import sft, sft_on_episodes
+from tests.chat.test_clock import DATED
 from tests.support.learned_episodes import Told, start_of, two_turns
 from tests.support.small_models import tiny_random
 
@@ -74,6 +75,18 @@ def interrupted(training: Training, target: Path, at: int = 5) -> None:
     """Leaves the checkpoint after step 3."""
     with pytest.raises(Interrupted):
         learn(training, target, save_every=3, progress=Breaking(at))
+
+
+def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_first_start(tmp_path: Path) -> None:
+    config = ModelConfig(chat_template=DATED)
+    training = partial(sft, arithmetic, "tiny", recipe=RECIPE, max_samples=20, config=config)
+    target = tmp_path / "model"
+    interrupted(training, target)
+    first = rendering_clock(target)
+    progress = Told()
+    learn(training, target, progress=progress)
+    assert progress.done == 3, "the steps that the checkpoint has"
+    assert rendering_clock(target) > first, "a training from the beginning has a new time"
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from agentrl.workflow.training.supervised import (
     sft_on_episodes,
 )
 from agentrl.workflow.trajectory import Message, PolicyRef, Task
+from tests.chat.test_templates import TROUBLES
 from tests.support.learned_episodes import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
 from tests.support.small_models import chat, quantised, tiny_random
 
@@ -129,6 +130,16 @@ def test_only_the_assistants_tokens_are_learned() -> None:
         assert len(said) == 2
         assert all(text.endswith("<|im_end|>") for text in said)
         assert [spoken for _, spoken in segments] == [False, True, False, True]
+
+
+def test_sft_refuses_a_template_that_drops_what_the_demonstrations_hold(tmp_path: Path) -> None:
+    base = str(tiny_random(tmp_path / "base"))
+    for template, dropped in ((TROUBLES["result"][0], "tool results"), (TROUBLES["arguments"][0], "a call's arguments")):
+        config = ModelConfig(path=base, chat_template=template)
+        with pytest.raises(ModelError, match=dropped) as refused:
+            sft(arithmetic, config.path, tmp_path / "made", recipe=SHORT, max_samples=4, config=config, device="cpu")
+        assert "--chat-template" in refused.value.hint
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_model_that_exists_is_not_overwritten_unasked(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def prepare(
         if folder is not None:
             check_code(config.model, folder)
     with check("chat template"):
-        config = config.model_copy(update={"model": settle_chat(config.model, folder, policy is None or kind == "train")})
+        config = config.model_copy(update={"model": settle_chat(config.model, folder)})
         _check_weights(asked.engine, config, ref, kind == "train" or trained)
         if kind == "train" and folder is not None:
             check_template(config.model, folder, _has_system_prompt(asked.env, loaded.tasks), bool(asked.tools))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
-from agentrl.workflow.chat.template_probe import FAULTS, Manner, legacy_manner, manner_of
-from agentrl.workflow.chat.templates import render_template
+from agentrl.workflow.chat.template_probe import FAULTS, Manner, find_trouble, manner_of
+from agentrl.workflow.chat.templates import render_template, template_error
 from agentrl.workflow.chat.text_length import check_length
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.tool_formats import Schema
+from agentrl.workflow.tool_formats import AUTO, Schema
 from agentrl.workflow.trajectory import Message
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class Chat:
 
     Args:
         tokenizer: a tokenizer with a chat template in which a special token follows each of the assistant's turns.
-        tool_format: a name in `tool_formats`, or AUTO for the template's own format; None, in runs older than this option:
-            Hermes, and the template is given the calls, whatever it makes of them.
+        tool_format: a name in `tool_formats`; AUTO: the template's own format.
         stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
         strict_calls: read calls only as the tool format writes them (see `chat.parsing`).
 
@@ -85,7 +84,7 @@ class Chat:
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        tool_format: str | None = None,
+        tool_format: str = AUTO,
         stop_ids: Iterable[int] = (),
         strict_calls: bool = False,
     ) -> None:
@@ -99,11 +98,11 @@ class Chat:
         self._prefixes: OrderedDict[bytes, _ProbeAnswer] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template, ensure_ascii=False)  # the marks of DeepSeek are not ASCII
-        self.manner: Manner = legacy_manner() if tool_format is None else manner_of(self._apply, source, tool_format)
+        self.manner: Manner = manner_of(self._apply, source, tool_format)
         # Found now: the first use is in the sampler's thread, too late to refuse a model.
         self._ends = self._ends_by_next_role()
         self.end_ids = frozenset(
-            {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(tool_format), *self._in_vocabulary(stop_ids)}
+            {*self._ends.values(), *self._end_of_sequence(), *self._ends_of_calls(), *self._in_vocabulary(stop_ids)}
         )
 
     def at(self, clock: datetime) -> "Chat":
@@ -188,6 +187,15 @@ class Chat:
         if whole[: len(before)] == before and set(whole[len(before) :][:1]) <= self._closing:
             return f"dropped thinking: the template leaves earlier thoughts out before a {role} message"
         return f"the template rewrites earlier turns before a {role} message"
+
+    def check(self, system: bool, tools: bool) -> None:
+        """Refuse a template that cannot be trained with, as `templates.check_template` does before a tokenizer is loaded.
+
+        Raises:
+            ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
+        """
+        if trouble := find_trouble(self._apply, self.manner, system, tools):
+            raise template_error(self.tokenizer.name_or_path, trouble)
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
         """Whether a sampled turn ends with its end token; a turn that a stop string ended does not."""
@@ -301,9 +309,8 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 
-    def _ends_of_calls(self, tool_format: str | None) -> tuple[int, ...]:
-        ends = self.manner.tool_format.ends if tool_format is not None else ()
-        return tuple(self._special[token] for token in ends if token in self._special)
+    def _ends_of_calls(self) -> tuple[int, ...]:
+        return tuple(self._special[token] for token in self.manner.tool_format.ends if token in self._special)
 
     @cached_property
     def _special(self) -> dict[str, int]:

@@ -82,11 +82,6 @@ def _id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def legacy_manner() -> Manner:
-    """The form of older runs, before tool formats existed."""
-    return Manner(find("tool_formats", HERMES))
-
-
 def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
     """Finds the form that a template takes.
 
@@ -115,7 +110,7 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
 
 def _render_calls(render: Render, count: int, ids: bool) -> str:
     """Return the text of a turn with `count` calls as the template writes it; empty if the template cannot."""
-    manner = replace(legacy_manner(), ids=ids)  # which names no format where the template writes the calls
+    manner = Manner(find("tool_formats", HERMES), ids=ids)  # the template writes the calls: the format does not matter
     asked = list(manner.plain([_USER], [_PROBE_TOOL]))
     try:
         prompt = render(asked, [_PROBE_TOOL], True)

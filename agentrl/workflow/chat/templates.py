@@ -22,7 +22,6 @@ from agentrl.workflow.chat.template_probe import (
     Render,
     find_trouble,
     is_silent_on_tools,
-    legacy_manner,
     manner_of,
     writes_unreadable_calls,
 )
@@ -132,11 +131,8 @@ def _read_template_file(path: Path) -> str:
         raise ConfigError(f"The chat template {str(path)!r} is not UTF-8.", "Is it the right file?") from error
 
 
-def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> ModelConfig:
+def settle_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     """The config section with its template as text and its tool format chosen; AUTO stays if the model is not on this machine.
-
-    Args:
-        new: False for a stored run, where no format means Hermes, as before this option existed.
 
     Raises:
         ConfigError: the template cannot be read, or there is no such format.
@@ -144,11 +140,11 @@ def settle_chat(config: ModelConfig, folder: Path | None, new: bool = True) -> M
     chosen: dict[str, Any] = {}
     if config.chat_template is not None:
         chosen["chat_template"] = read_template(config.chat_template)
-    if config.tool_format == AUTO or (new and config.tool_format is None):
+    if config.tool_format in (None, AUTO):
         found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded_format(folder)
         written = manner_of(renderer(*found), found[0]).tool_format.name if found and not learned else AUTO
         chosen["tool_format"] = learned or written
-    elif config.tool_format is not None:
+    else:
         find("tool_formats", config.tool_format)
     return config.model_copy(update=chosen)
 
@@ -209,7 +205,7 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
     if found is None:
         return None
     render = renderer(*found)
-    return render, legacy_manner() if config.tool_format is None else manner_of(render, found[0], config.tool_format)
+    return render, manner_of(render, found[0], config.tool_format or AUTO)
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool) -> None:
@@ -225,7 +221,12 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool)
     spoken = _renderer_and_manner(config, folder)
     said = find_trouble(*spoken, system, tools) if spoken else ""
     if said:
-        raise ModelError(f"The chat template of {str(folder)!r} {said}.", _OVERRIDE)
+        raise template_error(str(folder), said)
+
+
+def template_error(model: str, trouble: str) -> ModelError:
+    """The refusal of a model's template, for a reason that `find_trouble` gave."""
+    return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:

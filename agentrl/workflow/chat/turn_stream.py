@@ -45,13 +45,18 @@ class TurnStream:
             self._begins = _with_partial_matches(tool_format.begins.pattern + loose, tool_format.begins.flags)
         self._state: Literal["tag", "start", "thought", "content", "over"] = "tag" if thinking else "start"
         self._waiting = ""
+        self._space: list[str] = []
         self._before = ""  # a letter of the content that was told: patterns for the turn's beginning match nowhere else
         self._look_at = 0.0
         self._thought, self._content = _Stripped(), _Stripped()
 
     def take(self, text: str) -> Iterator[Piece]:
-        """The pieces that this text completes."""
-        self._waiting += text.replace("\0", "\ufffd")
+        """The pieces that this text completes. White space completes none: it is kept for the text behind it."""
+        self._space.append(text)
+        if not text.strip():
+            return
+        self._waiting += "".join(self._space).replace("\0", "\ufffd")
+        self._space.clear()
         if self._state in ("tag", "start"):
             self._begin()
         if self._state == "thought":

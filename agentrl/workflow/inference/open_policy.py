@@ -235,7 +235,7 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
-    spoken = settle_chat(config.model, local_folder(base), ref is None)
+    spoken = settle_chat(config.model, local_folder(base))
     policy = Policy.load(spoken, base, settings().device, settings().threads, weights=backend.local)
     if ref is not None:
         policy.check(ref)

@@ -24,6 +24,7 @@ from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.runtime.gc_pause import pause_gc
+from agentrl.workflow.tool_formats import AUTO
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -160,7 +161,7 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
     made = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         made.chat_template = config.chat_template
-    return Chat(made, config.tool_format, read_stop_ids(folder), config.strict_calls)
+    return Chat(made, config.tool_format or AUTO, read_stop_ids(folder), config.strict_calls)
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from agentrl.workflow.rewards import Judge
 from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.sandbox import Limits, Result, Session, exact_json
 from agentrl.workflow.sandbox.cases import args_of
+from agentrl.workflow.sandbox.checks import CALLER, WITH_SOURCE
 from agentrl.workflow.tools.python import SANDBOX, sandbox, system_failed
 from agentrl.workflow.trajectory import Episode, Exit, Task, ToolResult
 
@@ -55,7 +56,8 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
     Raises:
         ValueError: the task has no hidden test.
     """
-    answer = read_code(episode.final_answer)
+    given = episode.final_answer
+    answer = given if given == episode.task.reference else read_code(given)  # a reference's docstring may hold a block
     asking = question(episode.task, answer)
     return asking if episode.stop_reason == "answered" and writable(answer) else 0.0
 
@@ -178,14 +180,21 @@ class Calls:
         return True
 
     def __call__(self, args: str) -> str | None:
-        """The text of the value that the function gives for such a text of arguments; None where it gives none.
+        """The text of the value that the function gives for such a text of arguments (`checks.KnownCalls`); None where it
+        gives none.
 
         Raises:
             InfraError: as `begun`.
         """
         if self._late >= MOST_LATE or self._budget.spent or self._told > MOST_TOLD:
             return None
-        result = _ended(self._session.call(self._function, args))
+        function = self._function
+        if args.startswith(WITH_SOURCE):
+            made = json.loads(args)
+            if not self.begun((made["source"],)):
+                return None
+            function, args = CALLER, made["args"]
+        result = _ended(self._session.call(function, args))
         self._budget.pay(result)
         self._late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
         self._told += len(result.value)

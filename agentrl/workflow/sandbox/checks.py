@@ -5,6 +5,10 @@ the model's answer, and runs the tests again with the value. Until a value is kn
 calls are found in one round; more rounds are needed only where arguments depend on earlier values. Each run is the same as the
 last one up to the values that are new.
 
+An argument that is no plain data (a lambda, an object of a class of the tests) is relayed as the source that makes it, with the
+statements of the tests that this source needs (`_SourceOfCall`). Statements that hold an assert or call the function are never
+among them, so that the session of the answer learns no expected value.
+
 Each assert is one test: it is passed if it held every time it was reached. An assert that does not hold, or raises, does not
 stop the others. Where a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if
 every call of the function fails tests nothing, and does not count.
@@ -14,22 +18,36 @@ the model it gets plain data alone.
 """
 
 import ast
+import builtins
+import copy
 import inspect
+import json
 import random
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, cast
 
 from agentrl.workflow.sandbox import exact_json
 
 FILE, MODULE = "<tests>", "tests"
 CHECK = "check"
+CALLER = "__call_with_source__"
+"""Name of the function of a `source` that calls the tested function; its arguments are the plain ones of the call."""
+
+WITH_SOURCE = '{"source": '
+"""The beginning of the text of a call whose arguments are not all plain data."""
+
 RELAYED, HELD = "__relayed__", "__held__"
 MOST_CALLS = 1000
 
 KnownCalls = Sequence[tuple[str, str | None]]
-"""Calls in order: the arguments as text, and the value as text, None where the call failed."""
+"""Calls in order: the arguments as text, and the value as text, None where the call failed.
+
+The arguments are `exact_json` text of a list; where some are no plain data, the JSON object `{"source": ..., "args": ...}`:
+`source` defines `CALLER`, and `args` is `exact_json` text of the arguments to call it with.
+"""
 
 
 class CallFailed(Exception):
@@ -54,11 +72,11 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
     """
     try:
         tests = Tests(reference, test, function)
-        void = tests.run(lambda right: Relay(right, (), final=True))
+        void = tests.run(lambda right, sources: Relay(right, (), True, sources))
         relays: list[Relay] = []
 
-        def relay(right: Callable[..., Any]) -> Relay:
-            relays.append(Relay(right, told, final))
+        def relay(right: Callable[..., Any], sources: _Sources) -> Relay:
+            relays.append(Relay(right, told, final, sources))
             return relays[-1]
 
         held = tests.run(relay)
@@ -73,14 +91,14 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
 class Relay:
     """A stand-in for the model's function."""
 
-    def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool) -> None:
-        self._right, self._told, self._final = right, told, final
+    def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool, sources: "_Sources") -> None:
+        self._right, self._told, self._final, self._sources = right, told, final, sources
         self.known = 0
         self.asked: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call's value: the model's where it is known, else the reference's."""
-        text = self._text(args, kwargs)
+        text = self._text(args, kwargs, sys._getframe(1))
         if not self.asked and self.known < len(self._told) and self._told[self.known][0] == text:
             value = self._told[self.known][1]
             self.known += 1
@@ -92,24 +110,27 @@ class Relay:
         if len(self.asked) >= MOST_CALLS:
             raise CannotJudge(f"they call the function more than {MOST_CALLS} times")
         self.asked.append(text)
+        if text.startswith(WITH_SOURCE):
+            return self._plain_copy(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
-    def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> str:
+        positional = args
         if kwargs:
             bound = inspect.signature(self._right).bind(*args, **kwargs)
             bound.apply_defaults()
-            args, kwargs = bound.args, bound.kwargs
-        if kwargs:
-            raise CannotJudge("they pass an argument that has no place, only a name")
-        try:
-            text = exact_json.encode(list(args))
-        except (TypeError, ValueError) as error:
-            raise CannotJudge(f"they pass what is no plain data: {error}") from error
-        if exact_json.holds_opaque(text):
-            if self.known:  # the model's function gave it: this call fails, and not the tests
-                raise CallFailed
-            raise CannotJudge(f"they pass what is no plain data: {', '.join(type(value).__name__ for value in args)}")
-        return text
+            if bound.kwargs:
+                raise CannotJudge("they pass an argument that has no place, only a name")
+            positional = bound.args
+        text = _plain_text(list(positional))
+        if text is not None:
+            return text
+        if made := self._sources.call(caller, args, kwargs):
+            return json.dumps(made)
+        if self.known:  # the model's function gave the argument: this call fails, and not the tests
+            raise CallFailed
+        kinds = ", ".join(type(value).__name__ for value in positional)
+        raise CannotJudge(f"they pass what is no plain data, and no statement of theirs alone makes it: {kinds}")
 
     @staticmethod
     def _plain_copy(value: Any) -> Any:
@@ -119,12 +140,145 @@ class Relay:
             raise CannotJudge(f"the reference gives what is no plain data: {error}") from error
 
 
+class _Sources:
+    """Source that makes the arguments of a call of the function in another process.
+
+    Args:
+        tree: the tests.
+        function: the tested function's name; `stands_for`: the name that `check` gives it, if any.
+        known: names that are defined before the tests run, those of the reference among them.
+    """
+
+    def __init__(self, tree: ast.Module, function: str, stands_for: str | None, known: set[str]) -> None:
+        self._function, self._known = function, {*known, *dir(builtins)}
+        self._functions = {function, stands_for}
+        self._calls = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK)]
+        self._statements = sorted(
+            (node for body in bodies for node in body if self._may_be_shown(node)), key=lambda node: node.lineno
+        )
+
+    def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
+        """The `source` and `args` of the call that `caller` makes; None if its source does not stand alone."""
+        node = self._calls.get(_place_of_call(caller))
+        if node is None or not isinstance(node.func, ast.Name) or len(node.args) != len(args):
+            return None
+        plain: list[Any] = []
+        shown: list[ast.AST] = []
+
+        def argument(written: ast.expr, value: Any) -> str:
+            if _plain_text([value]) is None:
+                shown.append(written)
+                return ast.unparse(written)
+            plain.append(value)
+            return f"__plain__[{len(plain) - 1}]"
+
+        given = [argument(written, value) for written, value in zip(node.args, args, strict=True)]
+        given += [f"{each.arg}={argument(each.value, kwargs[each.arg])}" for each in node.keywords if each.arg in kwargs]
+        needed = self._needed(shown, node.lineno, {**caller.f_globals, **caller.f_locals})
+        if needed is None or len(given) != len(args) + len(kwargs):
+            return None
+        statements, values = needed
+        lines = [f"def {CALLER}(*__plain__):"]
+        lines += [f"    {name} = __plain__[{len(plain) + number}]" for number, name in enumerate(values)]
+        caller_tree = ast.parse("\n".join([*lines, f"    return {self._function}({', '.join(given)})"]))
+        body = cast(ast.FunctionDef, caller_tree.body[0]).body
+        body[-1:-1] = statements
+        return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}
+
+    def _needed(
+        self, shown: list[ast.AST], before: int, variables: dict[str, Any]
+    ) -> tuple[list[ast.stmt], dict[str, Any]] | None:
+        """What the names in `shown` stand for: statements that bind them, or the plain values of those that have only one."""
+        statements: set[ast.stmt] = set()
+        values: dict[str, Any] = {}
+        waiting, seen = list(shown), set[str]()
+        while waiting:
+            node = waiting.pop()
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(_bound_inside(node))
+            if used & self._functions:
+                return None
+            for name in sorted(used - seen):
+                seen.add(name)
+                binding = {each for each in self._statements if each.lineno < before and name in _changed_names(each)}
+                if len(binding) < 2 and _plain_text([variables.get(name, ...)]) is not None:
+                    values[name] = variables[name]  # which it has had since it was bound
+                    continue
+                if not binding and name not in self._known:
+                    return None
+                waiting += binding - statements
+                statements |= binding
+        return [each for each in self._statements if each in statements], values
+
+    def _may_be_shown(self, statement: ast.stmt) -> bool:
+        """Whether the session of the answer may see it: it tests nothing, and calls no tested function."""
+        return not any(
+            isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id in self._functions)
+            for node in ast.walk(statement)
+        )
+
+
+def _plain_text(value: list[Any]) -> str | None:
+    """The text of plain data; None if there are other objects in it."""
+    try:
+        text = exact_json.encode(value)
+    except Exception:  # noqa: BLE001 - of an object of the tests
+        return None
+    return None if exact_json.holds_opaque(text) else text
+
+
+def _place(node: ast.expr) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _place_of_call(caller: types.FrameType) -> tuple[int | None, ...]:
+    """Where the call that a frame is making stands in the tests; () if the frame is not of the tests."""
+    if caller.f_code.co_filename != FILE:
+        return ()
+    return next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))  # two bytes an instruction
+
+
+def _bound_inside(node: ast.AST) -> Iterator[str]:
+    """The names of the parameters and loop variables in an expression or a statement."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.arg):
+            yield inner.arg
+        elif isinstance(inner, ast.comprehension):
+            yield from (name.id for name in ast.walk(inner.target) if isinstance(name, ast.Name))
+
+
+def _changed_names(statement: ast.stmt) -> Iterator[str]:
+    """The names that a simple statement or a definition binds, or whose object it changes."""
+    match statement:
+        case ast.FunctionDef(name) | ast.ClassDef(name):
+            yield name
+        case ast.Import(names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+        case ast.Assign(targets=targets):
+            yield from (base for target in targets for base in _bases(target))
+        case ast.AnnAssign(target) | ast.AugAssign(target):
+            yield from _bases(target)
+        case ast.Expr(ast.Call(ast.Attribute() as method)):
+            yield from _bases(method)
+
+
+def _bases(target: ast.expr) -> Iterator[str]:
+    """`a`, `b` of the targets `a`, `b.left`, `(a, b[0])`."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for each in target.elts:
+            yield from _bases(each)
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        target = target.value
+    if isinstance(target, ast.Name):
+        yield target.id
+
+
 class Tests:
     """The tests of a function, instrumented."""
 
     def __init__(self, reference: str, test: str, function: str) -> None:
         self._reference, self._function = reference, function
-        self._tree = ast.parse(test)
+        self._tree, self._source = ast.parse(test), ast.parse(test)
         checks = [
             node for node in self._tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK and node.args.args
         ]
@@ -141,12 +295,12 @@ class Tests:
         """The number of asserts."""
         return len(self._lines)
 
-    def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
+    def run(self, relay: Callable[[Callable[..., Any], _Sources], Relay]) -> set[int]:
         """Runs the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
         random.seed(0)
         self._held = {}
         names = self._make_namespace()
-        names[RELAYED] = relay(names[self._function])
+        names[RELAYED] = relay(names[self._function], _Sources(self._source, self._function, self._stands_for, set(names)))
         names[HELD] = self._note
         if not self._is_used:
             names[self._function] = names[RELAYED]

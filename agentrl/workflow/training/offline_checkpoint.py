@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,8 @@ MIN_SECONDS_APART = 60.0
 """The least seconds between two checkpoints, if no number of steps is given."""
 MAX_TIME_SHARE = 20
 """Checkpoints take at most one part in this many of a training's time, if no number of steps is given."""
+LAST = "last"
+"""Name of the folder of the last checkpoint."""
 LARGEST_STATE = 1 << 16
 """The most bytes of the progress file that are read."""
 
@@ -64,12 +67,14 @@ class Resumable:
         folder: its last checkpoint, or where it will be.
         key: of recipe, model and data: a checkpoint with another is another training's.
         every: steps between two checkpoints; None: seldom enough to cost little (`MIN_SECONDS_APART`, `MAX_TIME_SHARE`).
+        clock: the time at which its examples were rendered, if they were.
     """
 
-    def __init__(self, folder: Path, key: str, every: int | None) -> None:
+    def __init__(self, folder: Path, key: str, every: int | None, clock: datetime | None = None) -> None:
         self._folder = folder
         self._key = key
         self._every = every
+        self._clock = clock
         self._wait = MIN_SECONDS_APART
         self._written = time.monotonic()
 
@@ -123,6 +128,7 @@ class Resumable:
             save_file(optimizer_state(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
             progress = {"key": self._key, "done": done, "steps": steps}
             progress |= {"loss_scale": loss_scale.state} if loss_scale.is_used else {}
+            progress |= {"clock": self._clock.isoformat()} if self._clock else {}
             (folder / sealed_folder.STATE).write_text(json.dumps(progress))
 
         began = time.monotonic()
@@ -139,21 +145,24 @@ class Resumable:
 
 
 @contextmanager
-def open_resumable(target: Path, key: str, every: int | None, overwrite: bool) -> Iterator[Resumable]:
+def open_resumable(
+    target: Path, key: str, every: int | None, overwrite: bool, clock: datetime | None = None
+) -> Iterator[Resumable]:
     """The training that makes the model `target`, with what an earlier one of the same key left; nothing is left at its end.
 
     Args:
         overwrite: another's checkpoint, or a broken one, is dropped.
+        clock: the time at which its examples were rendered; see `rendering_clock`.
 
     Raises:
         ConflictError: another process makes that model, or another training of it was interrupted.
         CheckpointError: a checkpoint is broken, or none can be written there.
     """
-    place = target.with_name(f".{target.name}.training")
+    place = _place(target)
     with _lock_folder(place, target):
-        last = place / "last"
+        last = place / LAST
         sealed_folder.repair_folder(last)
-        kept = Resumable(last, key, every)
+        kept = Resumable(last, key, every, clock)
         try:
             _check(last, key, target)
         except (CheckpointError, ConflictError):
@@ -162,6 +171,21 @@ def open_resumable(target: Path, key: str, every: int | None, overwrite: bool) -
             kept.drop()
         yield kept
         shutil.rmtree(place, ignore_errors=True)
+
+
+def rendering_clock(target: Path) -> datetime:
+    """The time at which examples are rendered: that of the interrupted training of the model `target`, else now, in UTC.
+
+    A chat template may print the date. So a training that goes on after midnight has the same examples, and the same key.
+    """
+    try:
+        return datetime.fromisoformat(_read_state(_place(target) / LAST)["clock"]).astimezone(UTC)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return datetime.now(UTC)
+
+
+def _place(target: Path) -> Path:
+    return target.with_name(f".{target.name}.training")
 
 
 def read_progress(folder: Path) -> tuple[str, int, int]:

@@ -29,7 +29,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.demonstrations import Demonstration
-from agentrl.workflow.training.offline_checkpoint import open_resumable
+from agentrl.workflow.training.offline_checkpoint import open_resumable, rendering_clock
 from agentrl.workflow.training.offline_training import (
     SILENT,
     Learner,
@@ -107,7 +107,8 @@ def sft(
         ConflictError: the target exists, or another training of it was interrupted, and overwrite is off.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
         ConfigError: the recipe's optimizer does not work here.
-        ModelError: the model cannot be loaded, or the loss is no finite number any more.
+        ModelError: the model cannot be loaded, its chat template cannot render such conversations, or the loss is no finite
+            number any more.
         CheckpointError: the policy's weights are not as they were recorded, or the disk refused a checkpoint.
     """
     refuse_existing(target, overwrite)
@@ -121,9 +122,13 @@ def sft(
         learner = (
             _make_tiny(dataset, recipe, device, config) if model == TINY else _load_existing(model, config, device, threads)
         )
+    clock = rendering_clock(target)
+    learner = replace(learner, chat=learner.chat.at(clock))
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size
-    found = demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed)
+    found = list(demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed))
+    roles = {message.role for one in found if one for message in one.messages}
+    learner.chat.check(system="system" in roles, tools="tool" in roles)
     shown = [segments_of(learner.chat, one) if one else None for one in found]
     examples = [(row_of(segments),) for segments in shown if segments is not None]
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
@@ -137,7 +142,7 @@ def sft(
     source = start.record("sft") if start else {"stage": "sft", "base": model}
     source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
     key = training_key(learner, recipe, source, [*learned, *held_out])
-    with open_resumable(target, key, save_every, overwrite) as kept:
+    with open_resumable(target, key, save_every, overwrite, clock) as kept:
         metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, kept)
         return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source)
 
@@ -207,12 +212,12 @@ def _make_tiny(
     if config is not None and config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return Learner(
-        module, Chat(tokenizer, config.tool_format if config else AUTO), "full", int(module.config.max_position_embeddings)
+        module, Chat(tokenizer, (config and config.tool_format) or AUTO), "full", int(module.config.max_position_embeddings)
     )
 
 
 def _load_existing(model: str, config: ModelConfig | None, device: str, threads: int) -> Learner:
-    config = config or ModelConfig.model_validate({"path": model, "tool_format": AUTO})
+    config = config or ModelConfig(path=model)
     return make_learner(Policy.load(config, model, device, threads))
 
 
