@@ -1,7 +1,9 @@
 """`agentrl sql` on SQLite and on a real Postgres: what it answers, and every way out that was tried."""
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -21,6 +23,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import upgrade
 from agentrl.workflow.store.reads.user_sql import rl_f4, rl_i4, run_query
 from agentrl.workflow.tables.views import VIEWS
+from tests.support.gate import until
 
 IDS = (1, -2, 2**31 - 1, -(2**31), 0)
 LOGPROBS = (-0.6931471824645996, 0.0, -1e-42, 3.4e38, float("nan"), -12.25, 1.5)
@@ -67,6 +70,31 @@ def test_an_endless_query_is_stopped_at_its_deadline(asked: Settings) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
     with pytest.raises(AccessDenied, match="longer than"):
         run_query(asked, endless, seconds=0.3)
+
+
+ONE_LONG_INSTRUCTION = "SELECT instr(zeroblob(30000000), zeroblob(15000000) || x'01')"
+
+
+def test_run_query_ends_a_sqlite_query_that_is_within_one_long_instruction(sqlite: Database, tmp_path: Path) -> None:
+    where = Settings(home=tmp_path, database_url=str(sqlite.url))
+    with pytest.raises(AccessDenied, match="takes too much work and was stopped"):
+        run_query(where, ONE_LONG_INSTRUCTION, seconds=0.1)
+    assert run_query(where, "SELECT 1")[1] == [(1,)], "another process answers"
+
+
+def test_sql_command_hears_ctrl_c_within_one_long_instruction(store_home: Path) -> None:
+    command = [sys.executable, "-m", "agentrl.cli", "sql", ONE_LONG_INSTRUCTION]
+    process = subprocess.Popen(command, env={**os.environ, "AGENTRL_HOME": str(store_home)})
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        until(lambda: bool(children.read_text()))
+        reader = Path(f"/proc/{children.read_text().strip()}/stat")
+        until(lambda: int(reader.read_text().split()[13]) > 50)  # ticks of processor time: the query runs
+        process.send_signal(signal.SIGINT)
+        until(lambda: not reader.exists())
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
 
 
 ATTACKS = {
@@ -262,12 +290,12 @@ def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_fold
     shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
     short_folder.chmod(0o555)
     code = "import os, sys\nfrom agentrl.workflow.settings import Settings\n"
-    code += "from agentrl.workflow.store.reads.user_sql import run_query\n"
+    code += "from agentrl.workflow.store.reads.user_sql import list_columns\n"
     code += "os.getuid() or os.setuid(65534)  # nothing is sealed for root\n"
-    code += "print(run_query(Settings(database_url=sys.argv[1]), 'SELECT count(*) FROM v_runs')[1])"
+    code += "print(list_columns(Settings(database_url=sys.argv[1]), 'v_runs')[0])  # in this process, whose user it is"
     words = [sys.executable, "-c", code, f"sqlite:///{short_folder / 'sealed.db'}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.stdout == "[(0,)]\n", done.stderr
+    assert done.stdout == "id\n", done.stderr
 
 
 def test_a_file_that_is_no_database_and_a_folder_cannot_be_read(tmp_path: Path) -> None:

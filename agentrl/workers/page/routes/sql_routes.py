@@ -19,7 +19,6 @@ from agentrl.workers.page.shown.cutting import SHOWN_CHARS
 from agentrl.workers.page.shown.shown_texts import LEAST_CHARS
 from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.store.reads.user_sql import run_query
-from agentrl.workflow.store.reads.user_sql_process import read_apart
 
 router = APIRouter(prefix="/api", tags=["sql"])
 
@@ -88,7 +87,7 @@ def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
     with _entered(_waiting, 0), _entered(_running, SECONDS):
         started = time.perf_counter()
         try:
-            columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS, read_apart)
+            columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS)
         except ServiceError as error:  # locked, or away
             raise Busy(error.message, error.hint) from error
         seconds = time.perf_counter() - started

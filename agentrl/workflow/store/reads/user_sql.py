@@ -1,7 +1,8 @@
 """`agentrl sql`: a person's own SELECT, on a connection that can do nothing else (see `sql.readonly`).
 
-Postgres is reached only as the reader role (a read-only transaction of a mightier login is left with `commit; ...`). Both
-databases have a deadline and a limit of rows.
+SQLite is asked in a process that can be killed, since one long instruction of SQLite cannot be interrupted. Postgres is reached
+only as the reader role (a read-only transaction of a mightier login is left with `commit; ...`). Both have a deadline and a
+limit of rows.
 
 `rl_i4(blob)` and `rl_f4(blob)` give the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
 """
@@ -10,15 +11,15 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
+from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.settings import Settings
+from agentrl.workflow.sql.query_process import QueryProcess, limit_processor_time, serve
 from agentrl.workflow.sql.readonly import (
-    MAX_ANSWER,
     Table,
     check_text,
     deadline,
@@ -43,17 +44,16 @@ _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column
 _VIEWS_HINT = "What there is: agentrl sql --schema"
 
 
-AskFile = Callable[[Path, str, int, float], Table]
-"""Runs a SELECT over a SQLite file: its columns and at most so many rows, in so many seconds."""
+MAX_CHARACTERS = 32_000_000
+"""The most characters and bytes of SQLite's answer."""
+GRACE_SECONDS = 2.0
+"""Past its time a query ends by itself, unless it is within one long instruction: then its process is killed."""
+readers = Warm(lambda: QueryProcess("agentrl.workflow.store.reads.user_sql"))
+"""Processes that ask SQLite: each runs this file."""
 
 
-def run_query(
-    settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0, ask_file: AskFile | None = None
-) -> Table:
+def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
     """The columns and at most `limit` rows of one SELECT.
-
-    Args:
-        ask_file: asks SQLite in place of `query_sqlite`, as `user_sql_process.read_apart` does.
 
     Raises:
         AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
@@ -67,7 +67,7 @@ def run_query(
         if file is None:
             columns, rows = _query_postgres(settings, sql, limit, seconds)
         else:
-            columns, rows = (ask_file or query_sqlite)(file, sql, limit, seconds)
+            columns, rows = _ask_process(file, sql, limit, seconds)
     except ConfigError as error:
         raise ConfigError(error.message, _nearest_name_hint(settings, sql, error.message) or error.hint) from error
     return _number_duplicates(columns), rows
@@ -92,7 +92,8 @@ def _find_columns(settings: Settings, sql: str) -> set[str]:
 
 def list_columns(settings: Settings, view: str) -> list[str]:
     """The names of the view's columns."""
-    return run_query(settings, f"SELECT * FROM {view}", limit=0)[0]
+    file, query = sqlite_file(settings), f"SELECT * FROM {view}"
+    return (_query_postgres(settings, query, 0, 5.0) if file is None else _query_sqlite(file, query, 0, 5.0))[0]
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
@@ -127,10 +128,21 @@ def rl_f4(blob: bytes | None) -> str | None:
 # SQLite
 
 
-def query_sqlite(file: Path, sql: str, limit: int, seconds: float, size: int = MAX_ANSWER) -> Table:
-    """As `run_query`; `size` is the most characters and bytes of the answer."""
+def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
+    asked = {"file": str(file.absolute()), "sql": sql, "limit": limit, "seconds": seconds}
+    with readers.one() as reader:
+        return reader.ask(asked, seconds + GRACE_SECONDS)
+
+
+def _answer(file: str, sql: str, limit: int, seconds: float) -> Table:
+    """What the process answers."""
+    limit_processor_time(int(seconds) + 1)
+    return _query_sqlite(Path(file), sql, limit, seconds)
+
+
+def _query_sqlite(file: Path, sql: str, limit: int, seconds: float) -> Table:
     late = deadline(seconds)
     with (
         translate_sqlite_errors(late, _too_slow_error(seconds), _VIEWS_HINT),
@@ -138,7 +150,7 @@ def query_sqlite(file: Path, sql: str, limit: int, seconds: float, size: int = M
     ):
         connection.create_function("rl_i4", 1, rl_i4, deterministic=True)
         connection.create_function("rl_f4", 1, rl_f4, deterministic=True)
-        return read_sqlite(connection, sql, limit, late, size)
+        return read_sqlite(connection, sql, limit, late, MAX_CHARACTERS)
 
 
 def _too_slow_error(seconds: float) -> AccessDenied:
@@ -199,3 +211,7 @@ def _check_harmless(connection: "psycopg.Connection[tuple[Any, ...]]") -> None:
     connection.rollback()
     if row is not None and row[0]:
         raise AccessDenied("The reader login may write.", "Set AGENTRL_DATABASE_READER_URL to a login that may only SELECT.")
+
+
+if __name__ == "__main__":
+    serve(_answer)
