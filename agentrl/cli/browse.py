@@ -57,7 +57,7 @@ Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this 
 
 
 def _sort_option(default: str) -> Any:
-    text = f"Sort by this column, greatest first; -COLUMN: least first [{default}]."
+    text = f"Sort by this column; -COLUMN: descending [{default}]."
     return typer.Option(metavar="COLUMN", help=text, show_default=False)
 
 
@@ -70,7 +70,7 @@ def _check_sort(sort: str, known: Mapping[str, str]) -> None:
 
 def runs(
     limit: Limit = 50,
-    sort: Annotated[str, _sort_option("id")] = "id",
+    sort: Annotated[str, _sort_option("-id")] = "-id",
     tree: Annotated[bool, typer.Option("--tree", help="Show each run under the run that it comes from.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +112,7 @@ def episodes(
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
     tool_errors: Annotated[int | None, _integer_filter("Only with at least this many failed tool calls.")] = None,
-    sort: Annotated[str, _sort_option("-id")] = "-id",
+    sort: Annotated[str, _sort_option("id")] = "id",
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Skip this many.")] = 0,
     as_json: Json = False,

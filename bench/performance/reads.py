@@ -198,11 +198,11 @@ def lists(run: Run) -> dict[str, Read]:
         "list_evals": _list(eval_results.list_evals, EvalFilter(name), WHOLE),
         "list_events": _list(event_rows.list_events, EventFilter(name), WHOLE),
         "list_events, page": _list(event_rows.list_events, EventFilter(name)),
-        "list_groups, flat": _list(group_rows.list_groups, GroupFilter(name), Paging(sort="-deviation")),
+        "list_groups, flat": _list(group_rows.list_groups, GroupFilter(name), Paging(sort="deviation")),
         "list_calls, failed": _list(call_rows.list_calls, CallFilter(name, error_class="tool_error")),
         "list_fates": lambda database: ledger.list_fates(database, name, 1),
         "list_episodes, last page": _page(name, {}, offset=last),
-        "list_episodes, best": _page(name, {}, sort="reward"),
+        "list_episodes, best": _page(name, {}, sort="-reward"),
         "list_episodes, text": _page(name, {"text": "4_2%"}),
         "versions_before": lambda database: repair.list_versions_before(database, run.id, run.published),
     }

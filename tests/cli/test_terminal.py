@@ -80,16 +80,16 @@ def test_lists_fit_a_terminal_of_80_columns_and_name_what_they_leave_out(
             assert any(named) or width == 80
 
 
-def test_lists_are_sorted_the_greatest_first_or_with_a_minus_the_least(
+def test_sort_option_is_ascending_and_with_a_minus_descending(
     run: str,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def rewards(sort: str) -> list[float | None]:
         return [row["reward"] for row in json.loads(agentrl(capsys, "episodes", "--sort", sort, "--json"))]
 
-    assert rewards("reward") == [1, 1, 0, 0, None, None, None, None]
-    assert rewards("-reward") == [0, 0, 1, 1, None, None, None, None]
-    assert json.loads(agentrl(capsys, "runs", "--sort", "best", "--limit", "1", "--json"))[0]["run"] == run
+    assert rewards("-reward") == [1, 1, 0, 0, None, None, None, None]
+    assert rewards("reward") == [0, 0, 1, 1, None, None, None, None]
+    assert json.loads(agentrl(capsys, "runs", "--sort", "-best", "--limit", "1", "--json"))[0]["run"] == run
     assert "reward" in agentrl(capsys, "episodes", "--sort", "rewards", code=2)
     assert "seconds" in agentrl(capsys, "runs", "--sort", "second; DROP TABLE runs", code=2)
 

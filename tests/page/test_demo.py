@@ -71,7 +71,7 @@ def test_the_demo_has_curves_evaluations_a_fork_calls_annotations_tags_and_a_not
     reward = [row[curves["columns"].index("reward")] for row in curves["rows"]]
     assert sum(reward[-3:]) > sum(reward[:3])  # it learns
     assert len(curves["evals"]) >= 3
-    best = page.read(f"/api/runs/{number}/episodes", sort="calls", size=1)["rows"][0]
+    best = page.read(f"/api/runs/{number}/episodes", sort="-calls", size=1)["rows"][0]
     assert best["tool_calls"] >= 1
 
 

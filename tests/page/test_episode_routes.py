@@ -101,7 +101,7 @@ def test_an_episode_is_told_with_its_task_turns_calls_rewards_and_commands(datab
 def test_an_episode_knows_its_siblings_before_and_after_it(database: Database) -> None:
     first_work(database)
     page = PageOver(database)
-    ids = sorted(row["id"] for row in page.read("/api/runs/1/episodes", group=1, sort="id")["rows"])
+    ids = sorted(row["id"] for row in page.read("/api/runs/1/episodes", group=1, sort="-id")["rows"])
     beside = [page.read(f"/api/episodes/{episode}")["beside"] for episode in ids]
     assert [each["previous"] for each in beside] == [None, *ids[:-1]]
     assert [each["next"] for each in beside] == [*ids[1:], None]

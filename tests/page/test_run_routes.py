@@ -79,8 +79,8 @@ def test_runs_are_chosen_by_algorithm_kind_status_and_text_and_come_in_pages(dat
     assert [row["run"] for row in page.read("/api/runs", algorithm="grpo")["rows"]] == ["three", "one"]
     assert [row["algorithm"] for row in page.read("/api/runs", text="W")["rows"]] == ["rloo"]
     assert page.read("/api/runs", text="%")["rows"] == page.read("/api/runs", kind="eval")["rows"] == []
-    first = page.read("/api/runs", size=2, sort="run")
-    second = page.read("/api/runs", size=2, sort="run", cursor=first["next"])
+    first = page.read("/api/runs", size=2, sort="-run")
+    second = page.read("/api/runs", size=2, sort="-run", cursor=first["next"])
     assert [row["run"] for row in (*first["rows"], *second["rows"])] == ["two", "three", "one"]
     assert second["next"] == ""
 
@@ -279,7 +279,7 @@ def test_episodes_of_an_infinite_reward_come_once_each(database: Database) -> No
         altered(database, "episodes", "reward", "id = 2", math.inf),
     ):
         while True:
-            rows = page.read("/api/runs/1/episodes", sort="reward", size=1, cursor=cursor)
+            rows = page.read("/api/runs/1/episodes", sort="-reward", size=1, cursor=cursor)
             found += [row["id"] for row in rows["rows"]]
             cursor = rows["next"]
             if not cursor:
@@ -432,7 +432,7 @@ def test_episodes_are_chosen_and_sorted_and_come_in_pages(grown: Database) -> No
     failed = page.read(f"/api/runs/{run}/episodes", status="failed", size=1000)["rows"]
     assert failed
     assert {row["status"] for row in failed} == {"failed"}
-    sorted_ones = page.read(f"/api/runs/{run}/episodes", iteration=2, sort="-reward", size=1000)["rows"]
+    sorted_ones = page.read(f"/api/runs/{run}/episodes", iteration=2, sort="reward", size=1000)["rows"]
     rewards = [row["reward"] for row in sorted_ones if row["reward"] is not None]
     assert rewards == sorted(rewards)
     assert {row["iteration"] for row in sorted_ones} == {2}

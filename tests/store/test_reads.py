@@ -154,9 +154,9 @@ def test_pages_have_every_row_of_the_beginning_once_while_others_are_added(datab
         start(database, submission(f"run-{number}", tasks=4))
     seen: dict[str, list[int]] = {}
     for name, list_page, chosen, sort in (
-        ("newest first", list_runs, RunFilter(), "id"),
-        ("by name", list_runs, RunFilter(), "-run"),
-        ("oldest first", list_runs, RunFilter(), "-id"),
+        ("newest first", list_runs, RunFilter(), "-id"),
+        ("by name", list_runs, RunFilter(), "run"),
+        ("oldest first", list_runs, RunFilter(), "id"),
     ):
         found = seen.setdefault(name, [])
         for at, page in enumerate(pages(list_page, database, chosen, Paging(2, sort=sort))):

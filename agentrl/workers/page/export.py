@@ -182,7 +182,7 @@ async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
         curves = await made.ask(f"{here}/curves")
         while curves["more"]:
             curves = await made.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
-        for path in ("events?size=500&sort=id", "lanes", "episodes?size=50"):
+        for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50"):
             await made.ask(f"{here}/{path}")
         tasks = await made.ask(f"{here}/tasks?size=25")
         for path in ("annotations?size=100", "prompts", "critic-calls?size=20"):
@@ -230,7 +230,7 @@ async def _take_chosen(made: _Recording, run: int, named: Sequence[int], limit_m
             raise ConfigError(f"Episode {episode} is of run {of['run_id']}.", f"List the run's: agentrl episodes {run}")
         if not await made.whole(_episode(made, run, episode, beside=True)):
             raise ConfigError(f"Episode {episode} does not fit into {limit_mb:.0f} MB.", "Raise --limit-mb.")
-    for order in ("sort=reward&status=done", "sort=-reward&status=done", "sort=id"):
+    for order in ("sort=-reward&status=done", "sort=reward&status=done", "sort=-id"):
         answered = await made.client.get(f"/api/runs/{run}/episodes?size=1&{order}")
         rows = answered.json()["rows"] if answered.status_code == 200 else ()
         for row in rows:

@@ -97,7 +97,7 @@ def read_curves(store: Store, run: int, after: int = 0) -> Response:
 def list_events(
     store: Store, run: int, kind: str | None = None, sort: str = "", size: Size = 200, cursor: str = ""
 ) -> Response:
-    """The run's events, oldest first; `sort=id`: newest first."""
+    """The run's events, oldest first; `sort=-id`: newest first."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
     return _page(look_at_run(store, run, lambda db, name: event_rows.list_events(db, EventFilter(name, kind), paging)))
 

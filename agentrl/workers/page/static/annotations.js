@@ -28,6 +28,6 @@ export function AnnotationsView({ run, version }) {
   ];
   const nothing = name ? `Nothing has exactly the name ${visible(name)}: part of a name finds nothing here.` : "Nothing was said so.";
   return html`${!exported() && html`<div class="controls"><${Search} value=${name} onChange=${setName} label="The whole name, as it is written" hints=${names} /><${Select} label="kind" value=${kind} onChange=${setKind} options=${SAID_KINDS.map((each) => [each, each || "all"])} /></div>`}
-    <${Asked} of=${found} what="the annotations">${() => html`<p class="quiet">By their number, which is the order in which they were written${sort === "id" ? ", the newest first" : ""}.</p>
-      <${Table} caption="Annotations" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.episode_id])} sort=${sort || "-id"} onSort=${exported() ? undefined : (next) => setSort(next === "-id" ? "" : next)} empty=${nothing} /><${More} of=${found} />`}<//>`;
+    <${Asked} of=${found} what="the annotations">${() => html`<p class="quiet">By their number, which is the order in which they were written${sort === "-id" ? ", the newest first" : ""}.</p>
+      <${Table} caption="Annotations" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.episode_id])} sort=${sort || "id"} onSort=${exported() ? undefined : (next) => setSort(next === "id" ? "" : next)} empty=${nothing} /><${More} of=${found} />`}<//>`;
 }

@@ -22,7 +22,7 @@ export function EpisodesView({ run, version, iteration, task }) {
       <${Bound} label="reward from" value=${least} onChange=${setLeast} /><${Bound} label="to" value=${most} onChange=${setMost} />
       <label><input type="checkbox" checked=${Boolean(errors)} onChange=${(event) => setErrors(event.currentTarget.checked ? "1" : "")} /> failed calls</label>`}
     </div>
-    <${Asked} of=${found} what="the episodes">${() => html`<${Table} caption="Episodes" columns=${episodeColumns(iteration)} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.id])} sort=${sort || "-id"} onSort=${exported() ? undefined : (next) => setSort(next === "-id" ? "" : next)} empty="No episode is so." /><${More} of=${found} />`}<//>`;
+    <${Asked} of=${found} what="the episodes">${() => html`<${Table} caption="Episodes" columns=${episodeColumns(iteration)} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.id])} sort=${sort || "id"} onSort=${exported() ? undefined : (next) => setSort(next === "id" ? "" : next)} empty="No episode is so." /><${More} of=${found} />`}<//>`;
 }
 
 function asNumber(text) {

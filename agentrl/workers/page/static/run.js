@@ -60,7 +60,7 @@ function RunView({ run, told, live }) {
   const [others] = useChoice("with");
   const ids = runsTogether(run, others);
   const row = { ...told.run, ...(live.row || {}) };
-  const events = useData(path(`runs/${run}/events`, { size: 500, sort: "id" }), live.version);
+  const events = useData(path(`runs/${run}/events`, { size: 500, sort: "-id" }), live.version);
   useEffect(() => {
     document.title = `agentrl: ${ids.length > 1 ? `${ids.length} runs together` : row.run}`;
   }, [row.run, ids.length]);
@@ -190,7 +190,7 @@ function IterationsView({ run, live }) {
 }
 
 function EventsView({ run, version }) {
-  const found = useMore(path(`runs/${run}/events`, { size: 500, sort: "id" }), version);
+  const found = useMore(path(`runs/${run}/events`, { size: 500, sort: "-id" }), version);
   const columns = [
     { key: "at", label: "when", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
     { key: "kind", label: "event", cell: (row) => html`<${Badge} is=${row.kind} />` },

@@ -187,8 +187,8 @@ function ColumnHead({ column, sort, onSort }) {
   const kind = column.number ? "number" : "";
   if (!column.sort || !onSort) return html`<th scope="col" class=${kind} title=${column.title}>${column.label}</th>`;
   const word = (sort || "").replace(/^-/, "");
-  const is = word !== column.sort ? undefined : sort.startsWith("-") ? "ascending" : "descending";
-  const next = is === "descending" ? `-${column.sort}` : column.sort;
+  const is = word !== column.sort ? undefined : sort.startsWith("-") ? "descending" : "ascending";
+  const next = is === "descending" ? column.sort : `-${column.sort}`;
   return html`<th scope="col" class=${kind} title=${column.title} aria-sort=${is}>
     <button type="button" onClick=${() => onSort(next)}>${column.label}<span aria-hidden="true">${is === "ascending" ? " ↑" : is ? " ↓" : ""}</span></button>
   </th>`;

@@ -110,7 +110,7 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     if "group" in values and of_run == [OF_RUN]:
         of_run = []  # SQLite would walk through the run
     paging = paging or Paging()
-    return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "-id", "episodes")
+    return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "id", "episodes")
 
 
 @sql_read_transaction

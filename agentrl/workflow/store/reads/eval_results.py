@@ -82,7 +82,7 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
     if chosen.of_policies is not None:
         conditions = [f"id IN (SELECT run_id FROM ({MEASURED}) measured)", *conditions]
         values["id"] = run_id_and_name(tx, chosen.of_policies)["id"]
-    return select_page(tx, EvalRow, conditions, values, paging or Paging(), EVAL_ORDERS, "-version")
+    return select_page(tx, EvalRow, conditions, values, paging or Paging(), EVAL_ORDERS, "version")
 
 
 def count_evals(tx: Any, run_id: int) -> int:

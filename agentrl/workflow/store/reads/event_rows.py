@@ -44,4 +44,4 @@ def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> P
     conditions, values["run_id"] = ["run_id = :run_id", *conditions], run_id
     if chosen.since is not None:
         conditions, values["last_event"] = [*conditions, "id > :last_event"], since_values(chosen.since, run_id)["last_event"]
-    return select_page(tx, EventRow, conditions, values, paging or Paging(), BY_NUMBER, "-id")
+    return select_page(tx, EventRow, conditions, values, paging or Paging(), BY_NUMBER, "id")

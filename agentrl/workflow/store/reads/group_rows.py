@@ -67,4 +67,4 @@ def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> P
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
-    return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "-id", "groups")
+    return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "id", "groups")

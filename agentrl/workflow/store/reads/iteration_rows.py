@@ -89,7 +89,7 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
             [*conditions, "iteration > :first_open"],
             since_values(chosen.since, run["id"])["first_open"],
         )
-    return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "-iteration")
+    return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "iteration")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,4 +135,4 @@ def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) ->
     """The run's optimizer steps in their order."""
     conditions, values = choose_conditions(chosen, {"iteration": "iteration = :iteration"})
     values["run"] = run_id_and_name(tx, chosen.run)["name"]
-    return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "-id")
+    return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "id")

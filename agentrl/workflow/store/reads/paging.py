@@ -57,7 +57,7 @@ class Paging:
         size: the most rows.
         cursor: `Page.next` of the page before; empty for the first.
         offset: the number of rows to skip; a cursor costs less.
-        sort: one of the list's orders, the greatest first; with a `-` before it the least. Empty: the list's own.
+        sort: one of the list's orders, ascending; with a `-` before it, descending. Empty: the list's own.
     """
 
     size: int = 50
@@ -168,7 +168,7 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
     word = sort.removeprefix("-")
     if word not in orders:
         raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
-    return orders[word], "ASC" if sort.startswith("-") else "DESC"
+    return orders[word], "DESC" if sort.startswith("-") else "ASC"
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:

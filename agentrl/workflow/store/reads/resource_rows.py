@@ -47,7 +47,7 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
-    return select_page(tx, ResourceRow, conditions, values, paging or Paging(), BY_NUMBER, "-id")
+    return select_page(tx, ResourceRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
     conditions, values = choose_conditions(chosen, {})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
-    return select_page(tx, CriticCallRow, conditions, values, paging or Paging(), BY_NUMBER, "-id")
+    return select_page(tx, CriticCallRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
 
 
 @sql_read_transaction

@@ -97,7 +97,7 @@ def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = 
 def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
     """As list_runs, inside a transaction."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "id")
+    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "-id")
 
 
 @sql_read_transaction
@@ -222,4 +222,4 @@ def select_parts_page(tx: Any, kind: type[R], chosen: OfEpisode, known: Mapping[
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
     orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, kind, conditions, values, paging or Paging(), orders, "-id")
+    return select_page(tx, kind, conditions, values, paging or Paging(), orders, "id")

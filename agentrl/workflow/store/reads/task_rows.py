@@ -104,7 +104,7 @@ def _order(sort: str) -> str:
         return "first_group"
     if word not in TASK_ORDERS:
         raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
-    return f"{TASK_ORDERS[word]} {'ASC' if sort.startswith('-') else 'DESC'} NULLS LAST, first_group"
+    return f"{TASK_ORDERS[word]} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_group"
 
 
 def _parse_cursor(cursor: str, digest: str) -> int:
