@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 
@@ -131,6 +132,11 @@ def test_values_are_judged_side_by_side_in_no_more_sessions_than_cores() -> None
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda pair: code_judge.passed([pair])[0], pairs)) == [number == 7 for number in range(16)]
     assert code_judge.judges.idle == (os.cpu_count() or 1)
+
+
+def test_exact_json_writes_only_the_truth_value_of_an_endless_iterator() -> None:
+    assert exact_json.encode(count()) == '{"$object": true}'
+    assert list(exact_json.decode(exact_json.encode(iter([1, (2,)])))) == [1, (2,)]
 
 
 def test_nothing_to_judge_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 None, booleans, integers, finite floats, strings, lists and dicts with string keys are written as plain JSON. Values that JSON
 cannot tell apart get a tag: `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf),
-`$int` (hex, where it is long), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name), and
-`$keys`, `$values`, `$items` of a dict.
+`$int` (hex, where it is long), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name),
+`$range`, `$deque`, `$iterator` (the items that it still gives), and `$keys`, `$values`, `$items` of a dict.
 
 An object of a subclass (a Counter, a named tuple, an IntEnum) is written as its base class, read by the base class's own
 methods. Of any other object only its truth value is written (`$object`), and it is read as an `Opaque`, which equals
@@ -16,11 +16,14 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 MAX_DEPTH = 200
 MAX_CHARACTERS = 1 << 20
 """The most characters of one value handed out; checked inside, to give a reason, and outside, where it is enforced."""
+MAX_ITEMS = 100_000
+"""The most items of an iterator; of a longer one only the truth value is written."""
 LONG = 1 << 64
 
 
@@ -107,6 +110,19 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
         return {"$fraction": [_tag(value.numerator, depth), _tag(value.denominator, depth)]}
     if issubclass(kind, decimal := _loaded_type("decimal", "Decimal")):
         return {"$decimal": decimal.__str__(value)}
+    if issubclass(kind, deque := _loaded_type("collections", "deque")):
+        return {"$deque": [_tag(item, depth) for item in deque.__iter__(value)]}
+    if kind is range:
+        return {"$range": [_tag(part, depth) for part in (value.start, value.stop, value.step)]}
+    return _tag_iterator(value, kind, depth)
+
+
+def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
+    """The items of an iterator that is true whatever it holds; the truth value of any other object."""
+    if hasattr(kind, "__next__") and not (hasattr(kind, "__bool__") or hasattr(kind, "__len__")):
+        items = list(islice(value, MAX_ITEMS + 1))
+        if len(items) <= MAX_ITEMS:
+            return {"$iterator": [_tag(item, depth) for item in items]}
     return {"$object": bool(value)}
 
 
@@ -153,6 +169,12 @@ def _decimal(text: str) -> Any:
         return Decimal(text)
     except InvalidOperation as error:
         raise ValueError(f"{text!r:.40} is no decimal number") from error
+
+
+def _deque(items: list[Any]) -> Any:
+    from collections import deque
+
+    return deque(items)
 
 
 def _type(name: str) -> type:
@@ -209,6 +231,9 @@ _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$fraction": (list, _fraction),
     "$decimal": (str, _decimal),
     "$type": (str, _type),
+    "$range": (list, lambda parts: range(*parts)),
+    "$deque": (list, _deque),
+    "$iterator": (list, iter),
     "$object": (bool, Opaque),
 }
 """A tag -> the type of its data, and the function that makes the value of them."""
