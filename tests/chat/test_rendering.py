@@ -207,6 +207,16 @@ def test_a_template_that_refuses_the_messages_is_a_model_error() -> None:
         Chat(strict).opening([QUESTION])
 
 
+def test_opening_and_continuation_refuse_to_drop_a_system_message() -> None:
+    later = Message("system", "zqlater")
+    for messages in ([Message("system", "first"), later, QUESTION], [QUESTION, Message("assistant", "a"), later, QUESTION]):
+        with pytest.raises(ModelError, match="drops a system message"):
+            chat().opening(messages)
+    with pytest.raises(ModelError, match="drops a system message"):
+        chat().continuation([later, QUESTION])
+    assert "first" in chat().decode(chat().opening([Message("system", " first\n"), QUESTION]))
+
+
 def test_the_hashes_tell_tokenizers_and_templates_apart() -> None:
     other = tiny_tokenizer(["another text altogether"] * 30)
     assert Chat(other).template_hash == chat().template_hash

@@ -242,6 +242,14 @@ def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Pa
     assert "--chat-template" in caught.value.hint
 
 
+def test_check_template_refuses_a_template_that_drops_later_system_messages_if_there_are_some(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    config = settle_chat(section(), folder)
+    check_template(config, folder, system=True, tools=True)
+    with pytest.raises(ModelError, match="drops system messages behind the first"):
+        check_template(config, folder, system=True, tools=True, later_system=True)
+
+
 def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     for case in ("result", "refuses", "rewrites", "opens", "arguments"):
@@ -257,12 +265,20 @@ def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> Non
     assert NAME not in said
 
 
+AS_TEXT = TEMPLATE.replace(
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+    "{{ call.function.name + ' ' + call.function.arguments }}",
+)
+"""It takes arguments as text, and fails on a mapping."""
+
 UNREAD = TEMPLATE.replace("<tool_call>", "<|call_begins|>function<|sep|>").replace("</tool_call>", "<|call_ends|>")
 
 
 def test_remark_on_tools_names_a_template_with_unreadable_calls(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     said = remark_on_tools(settle_chat(section(chat_template=UNREAD), folder), folder)
+    assert "writes calls in a form that `hermes` does not read" in said
+    said = remark_on_tools(settle_chat(section(chat_template=AS_TEXT), folder), folder)
     assert "writes calls in a form that `hermes` does not read" in said
     other = settle_chat(section(chat_template=TEMPLATE, tool_format="pythonic"), folder)
     assert "`pythonic` does not read" in remark_on_tools(other, folder)

@@ -215,6 +215,9 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
     ]
     lines = [{"prompt": history, "answer": 42}, {"messages": [*history, {"role": "user", "content": "Twice?"}], "answer": 84}]
     lines.append({"prompt": history[:2], "answer": 42})
+    silent = {"id": "c2", "type": "function", "function": {"name": "clock", "arguments": ""}}
+    thought = {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [silent]}
+    lines.append({"prompt": [*history[:2], thought, {**history[3], "tool_call_id": "c2"}], "answer": 42})
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     tasks, _ = read_tasks(path)
@@ -224,7 +227,10 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
         Message("assistant", "", tool_calls=(ToolCall("calculator", {"expression": "6*7"}),)),
         Message("tool", "42", name="calculator"),
     )
-    assert [task.messages for task in tasks] == [expected, (*expected, Message("user", "Twice?")), expected[:2]]
+    called = Message("assistant", "", "hm", (ToolCall("clock", {}),))
+    assert [task.messages for task in tasks] == [
+        expected, (*expected, Message("user", "Twice?")), expected[:2], (*expected[:2], called, Message("tool", "42", name="clock")),
+    ]  # fmt: skip
     other = replace(expected[2], tool_calls=(ToolCall("calculator", {"expression": "6*8"}),))
     changed = replace(tasks[0], messages=(*expected[:2], other, expected[3]))
     assert changed.content_hash != tasks[0].content_hash

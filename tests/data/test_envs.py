@@ -50,6 +50,15 @@ def reward(name: str, text: str, reference: str = "x", **metadata: Any) -> float
 # --- all of them --------------------------------------------------------------------------------------------------------------
 
 
+def test_reset_makes_one_system_message_of_the_envs_prompt_and_the_tasks_own() -> None:
+    own = (Message("system", "be brief"), Message("system", "be kind"), Message("user", "?"))
+    assert Env(system_prompt="Answer.").reset(Task("t", own, "")) == (
+        Message("system", "Answer.\n\nbe brief\n\nbe kind"), Message("user", "?"),
+    )  # fmt: skip
+    assert Env().reset(Task("t", own[1:], "")) == own[1:]
+    assert Env().reset(Task("t", own[2:], "")) == own[2:]
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_tasks_own_solution_earns_one(name: str) -> None:
     dataset: Dataset = find("datasets", name)

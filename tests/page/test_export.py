@@ -65,8 +65,8 @@ def test_a_small_run_is_recorded_whole_under_the_paths_that_the_page_asks_for(tr
     episodes = values(trained, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
     tasks = values(trained, "SELECT DISTINCT task_id FROM groups WHERE run_id = 1")
     lists = (
-        *("curves", "events?size=500&sort=-id", "lanes", "episodes?size=50", "tasks?size=25", "annotations?size=100", "prompts"),
-        *("critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", *(f"tasks/{task}" for task in tasks)),
+        *("curves", "events?size=500&sort=-id", "lanes", "episodes?size=50", "tasks?size=25", "annotations?size=100"),
+        *("prompts", "critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", *(f"tasks/{task}" for task in tasks)),
     )
     wanted = {"api/store", "api/runs?size=50", "api/runs/1", "api/evals?measures=1&size=200", "api/views"}
     wanted |= {f"api/runs/1/{path}" for path in lists} | {f"api/groups/{group}" for group in groups}

@@ -19,6 +19,7 @@ from tests.data.test_datasets import write
 from tests.rewards.test_code import box as box
 from tests.rewards.test_code import human
 from tests.rewards.test_math_answer import held as held
+from tests.support.small_models import tiny_random
 
 MONEY = ("\\frac{1}{2}", "x + 1", "\\$10", "\\$1,250", "-\\$5", "$10$", "10", "$10")
 
@@ -72,6 +73,14 @@ def test_submit_refuses_a_sampled_row_that_cannot_be_scored(tmp_path: Path) -> N
     file = write(tmp_path / "own.jsonl", *rows, {"question": "How many?", "answer": "5 to 7"})
     with pytest.raises(DatasetError, match=r"1 of 4 tasks that were tried cannot be scored: own/4: numeric_answer: "):
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
+
+
+def test_submit_accepts_references_that_only_a_reward_of_weight_zero_cannot_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "own.jsonl", {"question": "The capital of France?", "answer": "Paris"})
+    asked = {"dataset.name": str(file), "model.path": str(tiny_random(tmp_path / "model"))}
+    with pytest.raises(DatasetError, match="is not one number"):
+        prepare(None, build(asked))
+    assert prepare(None, build(asked | {"rewards": {"text_answer": 1.0}})).experiment.weights["numeric_answer"] == 0.0
 
 
 def test_check_sample_tries_the_same_tasks_once_until_a_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

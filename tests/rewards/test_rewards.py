@@ -63,6 +63,13 @@ def test_these_do_not_say_72(text: str) -> None:
     assert numeric(text) == 0.0
 
 
+def test_score_leaves_out_a_reward_of_weight_zero_that_cannot_read_the_reference() -> None:
+    answer = episode(turn("Paris"), reference="Paris")
+    assert score(answer, {"numeric_answer": 0.0, "text_answer": 1.0}) == {"text_answer": 1.0}
+    with pytest.raises(RewardError, match="is not one number"):
+        score(answer, {"numeric_answer": 0.5, "text_answer": 1.0})
+
+
 @pytest.mark.parametrize(
     ("text", "reference"),
     [("#### 1,200", "1200"), ("1200", "1,200"), ("#### -$5", "-5"), ("#### $-5", "-5"), ("#### \u22125", "-5"),

@@ -129,7 +129,7 @@ class EpisodeRecorder:
             said = told.get(number, ())
             episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=said)
             try:
-                about = questions(episode, self.judges)
+                about = questions(episode, self.judges, self.work.weights)
             except RewardError as error:
                 outcomes.append(unscored_outcome(episode, error))
                 continue

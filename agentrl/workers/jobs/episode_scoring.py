@@ -33,7 +33,7 @@ def scored_outcome(
         InfraError: the system failed a reward.
     """
     try:
-        parts = score_episode(env, ended, work.weights, verdicts(judges, said))
+        parts = score_episode(env, ended, work.weights, verdicts(judges, said, work.weights))
         parts |= _parts_from_agent(own, parts, len(ended.steps))
         own_weights = dict.fromkeys(own, own_weight)
         weights = {**own_weights, **work.weights}

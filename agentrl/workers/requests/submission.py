@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -120,7 +120,8 @@ def prepare(
         config = config.model_copy(update={"model": settle_chat(config.model, folder)})
         _check_weights(asked.engine, config, ref, kind == "train" or trained)
         if kind == "train" and folder is not None:
-            check_template(config.model, folder, _has_system_prompt(asked.env, loaded.tasks), bool(asked.tools))
+            system, later = _system_messages(asked.env, loaded.tasks)
+            check_template(config.model, folder, system, bool(asked.tools), later)
     experiment = replace(asked, config=config)
     submission = submission_of(
         db,
@@ -175,13 +176,13 @@ def _check_tools(made: Experiment) -> None:
 
 
 def _rewards_to_check(made: Experiment) -> tuple[str, ...]:
-    """Return the rewards to try on the tasks' references.
+    """Return the rewards to try on the tasks' references: those that count.
 
     The env's own rewards on a dataset that comes with agentrl are left out: agentrl's tests try those.
     """
-    name = made.config.dataset.name
+    name, counted = made.config.dataset.name, [reward for reward, weight in made.weights.items() if weight]
     own = name in names("datasets") and env_of(made.config.dataset) == made.config.env
-    return tuple(reward for reward in comparing_rewards(made.weights) if not (own and reward in made.env.rewards))
+    return tuple(reward for reward in comparing_rewards(counted) if not (own and reward in made.env.rewards))
 
 
 def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:
@@ -221,8 +222,11 @@ def _local_model_folder(base: str) -> Path | None:
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
-def _has_system_prompt(env: Env, tasks: Sequence[Task]) -> bool:
-    return bool(env.system_prompt) or any(message.role == "system" for task in tasks for message in task.messages)
+def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
+    """Whether conversations begin with a system message, and whether some have others behind it."""
+    roles = [[message.role for message in task.messages] for task in tasks]
+    first = bool(env.system_prompt) or any(each[:1] == ["system"] for each in roles)
+    return first, any("system" in dropwhile("system".__eq__, each) for each in roles)
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:

@@ -126,7 +126,8 @@ class Chat:
             most: how many tokens may be of use: what has many more is not read to its end.
 
         Raises:
-            ModelError: the template refuses these messages or options, or the options cannot be taken.
+            ModelError: the template refuses these messages or options, or drops a system message; or the options cannot be
+                taken.
             TooLong: there are far more than `most` tokens.
         """
         return self._encode(self._render(messages, tools, generate=True, options=options), most)
@@ -394,10 +395,16 @@ class Chat:
             turns = [*self.manner.plain([self._harmless(message) for message in messages], tools)]
         check_options(options)
         try:
-            return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
+            text = self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
         except FAULTS as error:
             what = f"messages and options ({', '.join(options)})" if options else "messages"
             raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
+        if any(message.role == "system" and self._defuse(message.content).strip() not in text for message in messages):
+            raise ModelError(
+                "The chat template drops a system message.",
+                "Write one system message, before all others, or name another template: --chat-template FILE",
+            )
+        return text
 
     def _apply(
         self,

@@ -4,6 +4,7 @@ A conversation of words found nowhere else is rendered, and the text searched fo
 renders, so that a command needs neither torch nor transformers.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,14 +144,15 @@ def _renders(render: Render, manner: Manner) -> bool:
     return True
 
 
-def find_trouble(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
     """The reason why the template cannot be trained with, as words to follow its name; empty if it can.
 
     Args:
-        system: conversations begin with a system message; `tools`: calls are made in them.
+        system: conversations begin with a system message; `later_system`: they have others behind it; `tools`: calls are made
+            in them.
     """
     try:
-        said = _dropped_parts(render, manner, system, tools)
+        said = _dropped_parts(render, manner, system, tools, later_system)
         return f"drops {said}" if said else _rewrites(render, manner) if tools else ""
     except FAULTS as error:
         return f"cannot render a conversation with {_parts(system, tools)}: {' '.join(str(error).split())[:200]}"
@@ -161,11 +163,13 @@ def _parts(system: bool, tools: bool) -> str:
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0] + " and its answer"
 
 
-def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool) -> str:
+def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool) -> str:
     calling = Message("assistant", "", tool_calls=(_CALL,))
     told = [Message("system", "zqsystem")] if system else []
+    told += [_USER, _ANSWER, Message("system", "zqlater")] if later_system else []
     text = render(list(manner.plain([*told, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
     wanted = {"zqsystem": "the system message"} if system else {}
+    wanted |= {"zqlater": "system messages behind the first"} if later_system else {}
     wanted |= {_USER.content: "the user's words", _ANSWER.content: "the assistant's words"}
     wanted |= {NAME: "tool calls", ARGUMENT: "a call's arguments", _RESULT.content: "tool results"} if tools else {}
     return " and ".join(what for mark, what in wanted.items() if mark not in text)
@@ -187,7 +191,12 @@ def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
     if manner.native:
         return False
     native = replace(manner, native=True, many=True)
-    turns = list(native.plain([_USER, Message("assistant", "", tool_calls=(_CALL,))], [_PROBE_TOOL]))
+    *before, turn = native.plain([_USER, _probe_turn(1)], [_PROBE_TOOL])
+    as_text = [{"type": "function", "function": {"name": NAME, "arguments": json.dumps(dict(_CALL.arguments))}}]
+    return any(_writes_argument(render, [*before, each]) for each in (turn, {**turn, "tool_calls": as_text}))
+
+
+def _writes_argument(render: Render, turns: Sequence[Mapping[str, Any]]) -> bool:
     try:
         return ARGUMENT in render(turns, [_PROBE_TOOL], False)
     except FAULTS:

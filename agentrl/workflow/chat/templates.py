@@ -208,18 +208,18 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
     return render, manner_of(render, found[0], config.tool_format or AUTO)
 
 
-def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool) -> None:
+def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
     """Refuses a template that cannot be trained with.
 
     Args:
         config: as `settle_chat` returns it.
-        system: conversations begin with a system message; `tools`: calls are made in them.
+        system, tools, later_system: as of `find_trouble`.
 
     Raises:
         ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
     """
     spoken = _renderer_and_manner(config, folder)
-    said = find_trouble(*spoken, system, tools) if spoken else ""
+    said = find_trouble(*spoken, system, tools, later_system) if spoken else ""
     if said:
         raise template_error(str(folder), said)
 

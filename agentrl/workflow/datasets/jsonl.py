@@ -238,7 +238,8 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
         raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
     made = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
     callers |= {str(given.get("id")): call.name for given, call in zip(calls, made, strict=True)}
-    return Message(role, text, _optional_text(f"{where}.reasoning_content", item.get("reasoning_content")), made)
+    thought = next((name for name in ("reasoning", "reasoning_content") if item.get(name)), "reasoning")
+    return Message(role, text, _optional_text(f"{where}.{thought}", item.get(thought)), made)
 
 
 def _joined_parts(where: str, content: object) -> object:
@@ -258,7 +259,7 @@ def _call(where: str, value: object) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise ValueError(f"{where} must hold a 'function' with a 'name' and 'arguments'")
-    call = read_arguments(plain_text(f"{where}.function.name", function.get("name")), function.get("arguments", {}))
+    call = read_arguments(plain_text(f"{where}.function.name", function.get("name")), function.get("arguments") or {})
     if call.error:
         raise ValueError(f"{where}: {call.error}")
     return call

@@ -39,6 +39,7 @@ back to where it was says `resumability="restart"`: then an episode whose worker
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -80,9 +81,14 @@ class Env:
         return _tools_by_name(tool if isinstance(tool, Tool) else _find_tool(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open an episode; the siblings of a group read the same."""
-        system = (Message("system", self.system_prompt),) if self.system_prompt else ()
-        return (*system, *task.messages)
+        """The messages that open an episode; the siblings of a group read the same.
+
+        The env's system prompt and the task's own system messages are one message: most chat templates render only the first.
+        """
+        own = tuple(takewhile(lambda message: message.role == "system", task.messages))
+        texts = [text for text in (self.system_prompt, *(message.content for message in own)) if text]
+        system = (Message("system", "\n\n".join(texts)),) if texts else ()
+        return (*system, *task.messages[len(own) :])
 
     def step(self, episode: Episode) -> tuple[Message, ...]:
         """What the model reads after the episode's last turn and its calls' results; nothing where it is over, `answered`.
@@ -103,7 +109,7 @@ class Env:
 
 
 def score_episode(
-    env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
+    env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
 ) -> dict[str, Part]:
     """The named parts of a finished episode's reward: by reward files, see `rewards.score`, and by the env itself.
 

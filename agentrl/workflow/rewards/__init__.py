@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsFloat
@@ -125,51 +125,60 @@ def _uncallable(reward: Reward) -> str:
     return ""
 
 
-def questions(episode: Episode, judges: Mapping[str, Judge]) -> dict[str, Mapping[str, Any]]:
+def questions(episode: Episode, judges: Mapping[str, Judge], weights: Mapping[str, float]) -> dict[str, Mapping[str, Any]]:
     """What must be asked of judges before the finished episode can be scored: arguments by the judge's name.
 
     Raises:
-        RewardError: a judge cannot be asked about it.
+        RewardError: a judge that counts cannot be asked about it.
     """
     asked, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
-        with _raise_reward_errors(name):
+        with _optional(weights[name]), _raise_reward_errors(name):
             question = judge.asks(read)
-        if isinstance(question, Mapping):
-            asked[name] = question
+            if isinstance(question, Mapping):
+                asked[name] = question
     return asked
 
 
-def verdicts(judges: Mapping[str, Judge], results: Mapping[str, ToolResult]) -> dict[str, Value]:
-    """The values that judges gave.
+def verdicts(
+    judges: Mapping[str, Judge], results: Mapping[str, ToolResult], weights: Mapping[str, float]
+) -> dict[str, Value | None]:
+    """The values that judges gave; None for one that failed and does not count.
 
     Raises:
-        RewardError: a judge raised.
+        RewardError: a judge that counts raised.
     """
-    values = {}
+    values: dict[str, Value | None] = {}
     for name, result in results.items():
-        if result.error_class is not None:
-            raise RewardError(f"reward {name!r} did not judge: {result.content}")
-        with _raise_reward_errors(name):
+        values[name] = None
+        with _optional(weights[name]), _raise_reward_errors(name):
+            if result.error_class is not None:
+                raise RewardError(f"reward {name!r} did not judge: {result.content}")
             values[name] = judges[name].reads(result.content)
     return values
 
 
 def score(
-    episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value] = MappingProxyType({})
+    episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
 ) -> dict[str, Part]:
     """The named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
 
+    A reward of weight 0 is recorded beside those that count. Where it fails, for example because it cannot read the task's
+    reference, the episode has no part of its name.
+
     Raises:
-        RewardError: a reward raised, or returned neither a finite number nor one for each step.
+        RewardError: a reward that counts raised, or returned neither a finite number nor one for each step.
         InfraError: the system failed a reward.
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
     parts, (read, places) = {}, as_read(episode)
-    for name in weights:
-        with _raise_reward_errors(name):
-            value = numbers(judged[name] if name in judged else find("rewards", name)(read))
-        parts[name] = part_of(value, len(places), f"reward {name!r}")
+    for name, weight in weights.items():
+        with _optional(weight):
+            with _raise_reward_errors(name):
+                value = judged[name] if name in judged else find("rewards", name)(read)
+                found = None if value is None and name in judged else numbers(value)
+            if found is not None:
+                parts[name] = part_of(found, len(places), f"reward {name!r}")
     return spread(parts, places, len(episode.steps))
 
 
@@ -234,11 +243,16 @@ def part_sum(part: Part) -> float:
     return part if isinstance(part, float) else math.fsum(part)
 
 
+def _optional(weight: float) -> AbstractContextManager[None]:
+    """Passes over the failure of a reward that does not count."""
+    return nullcontext() if weight else suppress(RewardError)
+
+
 @contextmanager
 def _raise_reward_errors(name: str) -> Iterator[None]:
     try:
         yield
-    except (InfraError, SandboxUnavailable):  # it says so itself: another attempt, or another machine, may do well
+    except (InfraError, SandboxUnavailable, RewardError):  # it says so itself: another attempt, or another machine, may do well
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error

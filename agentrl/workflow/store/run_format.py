@@ -6,10 +6,10 @@ but cannot be resumed, forked, rescored or verified: the code of its rules is go
 
 from agentrl.workflow.errors import StateError
 
-RUN_FORMAT = 3
+RUN_FORMAT = 4
 """The number of new runs. docs/stability.md says what each format changed."""
-LAST_COMMIT = "1db31d1"
-"""The last commit of agentrl that works on older formats."""
+LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674"}
+"""An older format -> the last commit of agentrl that works on it."""
 
 
 def check_format(run: str, number: int, verb: str) -> None:
@@ -20,8 +20,9 @@ def check_format(run: str, number: int, verb: str) -> None:
     """
     if number == RUN_FORMAT:
         return
+    commit = LAST_COMMITS.get(number)
+    there = f"agentrl at commit {commit}, on a copy of the store from before its upgrade" if commit else "the agentrl that made it"
     raise StateError(
-        f"Run {run!r} has format {number} and this agentrl can {verb} only format {RUN_FORMAT}: use agentrl at "
-        f"commit {LAST_COMMIT}, on a copy of the store from before its upgrade.",
+        f"Run {run!r} has format {number} and this agentrl can {verb} only format {RUN_FORMAT}: use {there}.",
         f"Read it here: agentrl episodes {run}",
     )
