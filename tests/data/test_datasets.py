@@ -229,7 +229,8 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
     )
     called = Message("assistant", "", "hm", (ToolCall("clock", {}),))
     assert [task.messages for task in tasks] == [
-        expected, (*expected, Message("user", "Twice?")), expected[:2], (*expected[:2], called, Message("tool", "42", name="clock")),
+        expected, (*expected, Message("user", "Twice?")), expected[:2],
+        (*expected[:2], called, Message("tool", "42", name="clock")),
     ]  # fmt: skip
     other = replace(expected[2], tool_calls=(ToolCall("calculator", {"expression": "6*8"}),))
     changed = replace(tasks[0], messages=(*expected[:2], other, expected[3]))
