@@ -96,9 +96,10 @@ def _report_document(found: Any) -> Any:
 def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
     from agentrl.workers.jobs.tools_job import run_tool
     from agentrl.workflow.analysis.verify_episode import check_tools
-    from agentrl.workflow.store.rows import clean, message_row, message_value
+    from agentrl.workflow.store.rows import message_row, message_value
     from agentrl.workflow.store.tool_calls import CallWork
     from agentrl.workflow.tools.python import Notebook, keeps_session
+    from agentrl.workflow.trajectory import storable
 
     name, env, tools = str(made.config.env), made.env, made.tools
     notebook = Notebook()
@@ -110,7 +111,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
             result = notebook.run(tools[tool], arguments)
         else:
             result = run_tool(tools[tool], CallWork(0, name, tool, arguments, tools[tool].effects))
-        return replace(result, content=clean(result.content))  # as the record holds it
+        return replace(result, content=storable(result.content))  # as the record holds it
 
     def reads(before: Episode) -> list[Message]:
         if origin.opening and not before.begun:

@@ -35,6 +35,11 @@ OPEN = ("planned", "running")
 """The statuses that are not terminal."""
 
 
+def storable(text: str) -> str:
+    """The text as every database can hold it: NUL and lone surrogates replaced (exact tokens are kept beside it)."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
 WHOLE = -1
 """The step of a reward that the whole episode earned: no null, which no unique key would hold to be the same as another."""
 

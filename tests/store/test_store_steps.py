@@ -12,10 +12,10 @@ from agentrl.workflow.store import rollout_claims, steps, tool_calls
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
-from agentrl.workflow.store.rows import clean, pack, unpack
+from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
-from agentrl.workflow.trajectory import Message, Task, ToolCall
+from agentrl.workflow.trajectory import Message, Task, ToolCall, storable
 from tests.support.played_runs import CALL, EXPIRED, answered, claim, fail, sampled, start, step, submission, task, values
 
 
@@ -151,9 +151,9 @@ def test_nul_characters_and_lone_surrogates_can_be_stored_everywhere(database: D
 
 @given(st.text(st.characters()))
 def test_cleaned_text_is_what_every_database_can_hold(written: str) -> None:
-    kept = clean(written)
+    kept = storable(written)
     assert "\0" not in kept.encode("utf-8").decode()
-    assert clean(kept) == kept
+    assert storable(kept) == kept
     assert kept == written or "\0" in written or any("\ud800" <= letter <= "\udfff" for letter in written)
 
 

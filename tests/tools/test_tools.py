@@ -1,5 +1,6 @@
 """Tools: the calculator is exact, bounded and never runs what it is given; a Tool checks its arguments."""
 
+from datetime import date
 from decimal import Decimal
 from fractions import Fraction
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.workflow.errors import ToolFailure
 from agentrl.workflow.plugins import find, names
-from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools import Tool, run_within
 from agentrl.workflow.tools.calculator import calculate
 
 WHOLE = st.integers(-(10**9), 10**9)
@@ -139,3 +140,33 @@ def test_every_tool_file_defines_a_tool_of_its_own_name_and_a_session_takes_the_
 
 def test_a_call_of_the_calculator_has_no_effects() -> None:
     assert find("tools", "calculator").effects == "none"
+
+
+def _returning(value: object) -> Tool:
+    def probe() -> object:
+        """Returns or raises."""
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return Tool(probe)
+
+
+@pytest.mark.parametrize(
+    ("value", "read", "error_class"),
+    [
+        ({"a": "Zoë", "on": date(2026, 1, 2), 3: [None, True]}, '{"a": "Zoë", "on": "2026-01-02", "3": [null, true]}', None),
+        ([1, 2.5], "[1, 2.5]", None),
+        ("a\ud800b\0", "a?b\ufffd", None),
+        (None, "None", None),
+        (SystemExit(3), "probe failed: SystemExit: 3", "tool_crash"),
+        (KeyboardInterrupt(), "probe failed: KeyboardInterrupt: ", "tool_crash"),
+        (TimeoutError("of its own"), "probe failed: TimeoutError: of its own", "tool_crash"),
+    ],
+)  # fmt: skip
+def test_run_within_gives_the_model_whatever_a_tool_returns_or_raises(
+    value: object, read: str, error_class: str | None
+) -> None:
+    tool = _returning(value)
+    result = run_within(tool, lambda: tool.run({}), 10)
+    assert (result.content, result.error_class) == (read, error_class)

@@ -21,9 +21,8 @@ from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.steps import JudgeQuestions, SampledStep
-from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, ToolResult
+from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, ToolResult, storable
 
 
 @dataclass
@@ -182,7 +181,7 @@ class EpisodeRecorder:
         """Adds what a request showed of earlier calls, as `agent_steps` has it in their rows."""
         told = self._shown.setdefault(number, {})
         for key, said in shown.items():
-            told.setdefault(key, clean(said))
+            told.setdefault(key, storable(said))
         for index in sorted({index for index, _ in shown}):
             step = self.episodes[number].steps[index]
             results = [_agent_result(call, told.get((index, n))) for n, call in enumerate(step.message.tool_calls)]

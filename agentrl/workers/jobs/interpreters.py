@@ -21,10 +21,9 @@ from agentrl.workflow.runtime.patience import Patience
 from agentrl.workflow.sandbox import Session
 from agentrl.workflow.store import tool_calls, tool_sessions
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.tool_sessions import Cell, SessionKey
 from agentrl.workflow.tools.python import CodeTool
-from agentrl.workflow.trajectory import ToolResult
+from agentrl.workflow.trajectory import ToolResult, storable
 
 log = getLogger("agentrl.sessions")
 MAX_SESSIONS = 64
@@ -152,11 +151,11 @@ class Sessions:
     def _compare(self, key: SessionKey, cell: Cell, found: ToolResult) -> bool:
         assert cell.result is not None
         before = (cell.result.content.removeprefix(RERUN_NOTE), cell.result.error_class)
-        if before == (clean(found.content), found.error_class):
+        if before == (storable(found.content), found.error_class):
             return True
         said = f"call {cell.id} came to {found.error_class or 'ok'} {found.content[:300]!r}, not {before[1] or 'ok'}"
         log.warning("episode %d: %s", key.episode, said)
-        tool_sessions.taint(self._db, key, clean(f"{said} {before[0][:300]!r}"))
+        tool_sessions.taint(self._db, key, storable(f"{said} {before[0][:300]!r}"))
         return False
 
     def _run_cell(self, live: _LiveSession, tool: CodeTool, cell: Cell, note: str) -> ToolResult:

@@ -26,7 +26,7 @@ from agentrl.workers.page.shown.within import look
 from agentrl.workflow.errors import AccessDenied, ConfigError, StateError
 from agentrl.workflow.runtime import shown_text
 from agentrl.workflow.store.reads.run_rows import run_name
-from agentrl.workflow.store.row_values import clean
+from agentrl.workflow.trajectory import storable
 
 router = APIRouter(prefix="/api/actions", tags=["actions"])
 
@@ -103,18 +103,18 @@ def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
     if kind in ("tag", "untag", "note"):
         if asked.run is None or not asked.text.strip():
             raise ConfigError(f"A {kind} needs a run and a text.", "Send `run` and `text`.")
-        number, said = asked.run, clean(asked.text)
+        number, said = asked.run, storable(asked.text)
         run = store.ask(lambda tx: run_name(tx, number))  # a command takes a number for a name first
         return ["tag", f"--remove={said}", "--", run] if kind == "untag" else [kind, "--", run, said]
     shown = _shown_command(store, kind, asked)
     if kind == "fork":
         return [*_changed(shown, "--step", asked.step), *(["-n", str(asked.n)] if asked.n else ())]
     if kind == "whatif":
-        return _changed(_changed(shown, "--algorithm", clean(asked.algorithm) or None), "--iteration", asked.iteration)
+        return _changed(_changed(shown, "--algorithm", storable(asked.algorithm) or None), "--iteration", asked.iteration)
     if kind == "rescore":
         if not asked.reward:
             raise ConfigError("Which reward?", f"Type it: agentrl rescore {shlex.quote(shown[1])} --reward NAME")
-        return [*shown[:2], *(f"--reward={clean(each)}" for each in asked.reward[:20])]
+        return [*shown[:2], *(f"--reward={storable(each)}" for each in asked.reward[:20])]
     return shown
 
 
@@ -176,5 +176,5 @@ async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: fl
 def _read_end(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 4 * MOST_OUTPUT))
-    text = shown_text.clean(file.read().decode("utf-8", "replace"))
+    text = shown_text.storable(file.read().decode("utf-8", "replace"))
     return text if len(text) <= MOST_OUTPUT and size <= 4 * MOST_OUTPUT else f"...{text[-MOST_OUTPUT:]}"

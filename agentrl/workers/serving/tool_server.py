@@ -39,11 +39,10 @@ from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.agent import refusal
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, ServiceError, StateError, did_you_mean
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import Notebook, keeps_session
-from agentrl.workflow.trajectory import ToolCall, ToolResult
+from agentrl.workflow.trajectory import ToolCall, ToolResult, storable
 
 MAX_BYTES = 1_000_000
 """The largest body of a request. The largest arguments that a tool takes fit into it, however they are escaped."""
@@ -142,7 +141,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
 def _problem_handler(status: int) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
     async def answer_problem(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": clean(str(error))}, status)
+        return JSONResponse({"detail": storable(str(error))}, status)
 
     return answer_problem
 
@@ -185,8 +184,8 @@ def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | Non
     try:
         told = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
-        raise HTTPException(503, clean(str(error))) from error
-    return Answer(clean(told.content), told.error_class, told.seconds)
+        raise HTTPException(503, storable(str(error))) from error
+    return Answer(storable(told.content), told.error_class, told.seconds)
 
 
 def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:

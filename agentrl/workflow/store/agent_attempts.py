@@ -12,11 +12,11 @@ from sqlalchemy import Connection, select, update
 
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.store.connect import transaction
-from agentrl.workflow.store.rows import clean, clean_tree, message_value
+from agentrl.workflow.store.rows import clean_tree, message_value
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import OPEN, Message
+from agentrl.workflow.trajectory import OPEN, Message, storable
 
 _AGENTS, _EPISODES, _TASKS = schema.agent_attempts.c, schema.episodes.c, schema.tasks.c
 
@@ -137,11 +137,11 @@ def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool
     values = {
         "status": "ended",
         "exit_code": end.exit_code,
-        "error_class": clean(end.error_class),
-        "error": clean(end.error),
-        "answer": None if end.answer is None else clean(end.answer),
+        "error_class": storable(end.error_class),
+        "error": storable(end.error),
+        "answer": None if end.answer is None else storable(end.answer),
         "rewards": None if end.rewards is None else clean_tree(dict(end.rewards)),
-        "output": clean(end.output),
+        "output": storable(end.output),
         "lease_until": None,
         "finished_at": datetime.now(UTC),
     }
@@ -158,7 +158,7 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
     values = {
         "status": "lost",
         "error_class": error_class,
-        "error": clean(why),
+        "error": storable(why),
         "lease_until": None,
         "finished_at": datetime.now(UTC),
     }
@@ -175,7 +175,7 @@ def lose_agents(tx: Connection, run: int, why: str) -> None:
     values = {
         "status": "lost",
         "error_class": "lost",
-        "error": clean(why),
+        "error": storable(why),
         "lease_until": None,
         "finished_at": datetime.now(UTC),
     }

@@ -18,7 +18,7 @@ from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
 from agentrl.workflow.store.row_values import prompt_rows
-from agentrl.workflow.store.rows import clean, clean_tree
+from agentrl.workflow.store.rows import clean_tree
 from agentrl.workflow.store.steps import (
     COUNT_STEP,
     MARK_OBSERVED,
@@ -34,7 +34,7 @@ from agentrl.workflow.store.steps import (
     token_row,
 )
 from agentrl.workflow.tables import schema
-from agentrl.workflow.trajectory import ROOT, Step
+from agentrl.workflow.trajectory import ROOT, Step, storable
 
 CONTINUED = "another turn continues the same one"
 """Why a step opens a chain of its own although it continues its parent token for token."""
@@ -205,7 +205,7 @@ def _show_results(tx: Connection, record: CallStep, held: HeldEpisodes) -> None:
     key = {"of_episode": record.sampled.episode, "of_attempt": held.attempts[record.sampled.episode]}
     steps = set[int]()
     for (step, call), said in record.shown.items():
-        values = {"status": "done", "result": clean(said), "finished_at": now}
+        values = {"status": "done", "result": storable(said), "finished_at": now}
         if _SHOW_RESULT.run(tx, {**key, "of_step": step, "of_call": call, **values}):
             steps.add(step)
     for step in steps:

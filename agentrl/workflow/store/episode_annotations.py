@@ -9,9 +9,9 @@ from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation
 from agentrl.workflow.errors import ConflictError, StateError
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
-from agentrl.workflow.store.row_values import annotation_value, clean, clean_tree
+from agentrl.workflow.store.row_values import annotation_value, clean_tree
 from agentrl.workflow.tables import schema
-from agentrl.workflow.trajectory import OPEN
+from agentrl.workflow.trajectory import OPEN, storable
 
 _ROWS, _EPISODES, _STEPS = schema.annotations.c, schema.episodes.c, schema.steps.c
 _OF_EPISODES = (
@@ -96,7 +96,7 @@ def _row(said: Annotation) -> dict[str, Any]:
     return {
         "emission": said.id,
         "kind": said.kind,
-        "name": clean(said.name),
+        "name": storable(said.name),
         "data": clean_tree(dict(said.data)),
         "seconds": said.seconds,
     }

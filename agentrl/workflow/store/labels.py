@@ -6,9 +6,10 @@ from sqlalchemy import Connection, delete, func, select
 
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.store.connect import insert, transaction
-from agentrl.workflow.store.row_values import MAX_ID, clean
+from agentrl.workflow.store.row_values import MAX_ID
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import storable
 
 MAX_TAG_CHARS = 64
 """The most characters of a tag."""
@@ -33,7 +34,7 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
     number = run_row(tx, run, "id")["id"]
     wanted = [check_tag(tag) for tag in add]
     gone = [tag.strip()[: MAX_TAG_CHARS + 1] for tag in remove]
-    tx.execute(delete(schema.run_tags).where(_TAGS.run_id == number, _TAGS.tag.in_([clean(tag) for tag in gone])))
+    tx.execute(delete(schema.run_tags).where(_TAGS.run_id == number, _TAGS.tag.in_([storable(tag) for tag in gone])))
     if wanted:
         rows = [{"run_id": number, "tag": tag} for tag in dict.fromkeys(wanted)]
         tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
@@ -53,7 +54,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
         ConflictError: the run has too many notes.
     """
     number = run_row(tx, run, "id")["id"]
-    said = clean(text.strip())
+    said = storable(text.strip())
     if not 0 < len(said) <= MAX_NOTE_CHARS:
         raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
     count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()

@@ -19,12 +19,12 @@ from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
-from agentrl.workflow.store.rows import clean, clean_tree, message_row, split_in_parts
+from agentrl.workflow.store.rows import clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.run_format import RUN_FORMAT, check_format
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import OPEN, PolicyRef, Task
+from agentrl.workflow.trajectory import OPEN, PolicyRef, Task, storable
 
 RESUMABLE = ("paused", "failed", "running")
 GROWING = ("serve", "search", "import")
@@ -278,9 +278,9 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task], roles: Map
     rows = [
         {
             "content_hash": task.content_hash,
-            "key": clean(task.key),
+            "key": storable(task.key),
             "messages": [message_row(message) for message in task.messages],
-            "reference": clean(task.reference),
+            "reference": storable(task.reference),
             "metadata": clean_tree(dict(task.metadata)),
         }
         for task in tasks
@@ -299,7 +299,7 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task], roles: Map
 
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
     """Adds to the run's event log."""
-    tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=clean(detail)))
+    tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=storable(detail)))
 
 
 @read_transaction

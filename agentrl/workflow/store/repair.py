@@ -15,11 +15,10 @@ from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.planning import log, newest_version, select_sampled_policies
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
+from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
     marked = tx.execute(
         update(schema.policies)
         .where(policies.run_id == run_id, policies.path.in_(_select_needed_path(run_id, path)), policies.broken == "")
-        .values(broken=clean(fault))
+        .values(broken=storable(fault))
         .returning(policies.version)
     ).scalars()
     for version in sorted(marked)[:1]:

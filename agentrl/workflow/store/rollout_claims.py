@@ -19,12 +19,12 @@ from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
-from agentrl.workflow.store.rows import clean, load_episodes, message_value, reward_rows, task_value
+from agentrl.workflow.store.rows import load_episodes, message_value, reward_rows, task_value
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
-from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task
+from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable
 
 MAX_LOSSES = 5
 """A row held in this many worker losses is poison: its episodes end as infra_error."""
@@ -324,7 +324,9 @@ def _fail_open_episodes(tx: Connection, fence: Fence, error_class: str, error: s
     tx.execute(
         update(schema.episodes)
         .where(schema.episodes.c.group_id == fence.group, schema.episodes.c.status.in_(OPEN))
-        .values(status="infra_error", error_class=error_class, error=clean(error) or error_class, finished_at=datetime.now(UTC))
+        .values(
+            status="infra_error", error_class=error_class, error=storable(error) or error_class, finished_at=datetime.now(UTC)
+        )
     )
     _close_group(tx, fence)
 
@@ -407,9 +409,9 @@ def _episode_end_row(outcome: Outcome) -> dict[str, Any]:
         "status": outcome.status,
         "stop_reason": outcome.stop_reason,
         "reward": outcome.reward,
-        "final_answer": clean(outcome.final_answer),
+        "final_answer": storable(outcome.final_answer),
         "error_class": outcome.error_class,
-        "error": clean(outcome.error),
+        "error": storable(outcome.error),
         "began": now,
         "finished_at": now,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult, messages_of
+from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult, messages_of, storable
 
 if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
@@ -38,7 +38,7 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
         inherited=row["inherited_steps"],
         tainted=row["tainted"],
     )
-    if made.status == "done" and clean(made.final_answer) != row["final_answer"]:
+    if made.status == "done" and storable(made.final_answer) != row["final_answer"]:
         return replace(made, answer=row["final_answer"])
     return made
 
@@ -112,18 +112,18 @@ def message_value(row: Mapping[str, Any]) -> Message:
 
 def message_row(message: Message) -> dict[str, Any]:
     """The message as a JSON column holds it."""
-    row: dict[str, Any] = {"role": message.role, "content": clean(message.content)}
+    row: dict[str, Any] = {"role": message.role, "content": storable(message.content)}
     if message.thought:
-        row["thought"] = clean(message.thought)
+        row["thought"] = storable(message.thought)
     if message.tool_calls:
         row["tool_calls"] = [_made_call_row(call) for call in message.tool_calls]
     return row | {"name": message.name} if message.name else row
 
 
 def _made_call_row(call: ToolCall) -> dict[str, Any]:
-    row = {"name": clean(call.name), "arguments": clean_tree(call.arguments)}
+    row = {"name": storable(call.name), "arguments": clean_tree(call.arguments)}
     row |= {"loose": True} if call.loose else {}
-    return row if call.error is None else row | {"error": clean(call.error)}
+    return row if call.error is None else row | {"error": storable(call.error)}
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:
@@ -150,17 +150,12 @@ def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
     return parts
 
 
-def clean(text: str) -> str:
-    """The text as every database can hold it: NUL and lone surrogates replaced (the exact tokens are kept beside)."""
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
-
-
 def clean_tree(value: Any) -> Any:
     """A JSON value whose strings and numbers every database can hold."""
     if isinstance(value, str):
-        return clean(value)
+        return storable(value)
     if isinstance(value, Mapping):
-        return {clean(str(key)): clean_tree(item) for key, item in value.items()}
+        return {storable(str(key)): clean_tree(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list | tuple):

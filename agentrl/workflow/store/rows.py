@@ -7,7 +7,6 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from agentrl.workflow.store.row_values import (
     MAX_ID,
-    clean,
     clean_tree,
     episode_value,
     message_row,
@@ -24,7 +23,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode, Step, Task
 
 __all__ = [
-    "MAX_ID", "clean", "clean_tree", "episode_row", "load_episodes", "members_of", "message_row", "message_value", "pack",
+    "MAX_ID", "clean_tree", "episode_row", "load_episodes", "members_of", "message_row", "message_value", "pack",
     "part_values", "reward_rows", "split_in_parts", "task_value", "unpack",
 ]  # fmt: skip
 

@@ -14,13 +14,13 @@ from agentrl.workflow.errors import Fenced
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.iterations import Slot, insert_groups
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.rows import clean, task_value
+from agentrl.workflow.store.rows import task_value
 from agentrl.workflow.store.run_resources import Origin, link_resources, resources_of_group, version_of
 from agentrl.workflow.store.train_claims import IterationWork, set_run_status
 from agentrl.workflow.store.train_commits import UpdateRecord, close_iteration
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import OPEN, Task
+from agentrl.workflow.trajectory import OPEN, Task, storable
 
 _ITERATIONS, _GROUPS, _CRITIC = schema.iterations.c, schema.groups.c, schema.critic_calls.c
 
@@ -86,8 +86,8 @@ def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
     """Keeps a critic's answer, and returns the one that is kept: another process may have asked the same before."""
-    asked = [{name: clean(str(text)) for name, text in message.items()} for message in messages]
-    values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": clean(answer), "seconds": seconds}
+    asked = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
+    values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
     return str(tx.execute(select(_CRITIC.answer).where(_CRITIC.run_id == run_id, _CRITIC.key == key)).scalar_one())
 

@@ -15,10 +15,9 @@ from agentrl.workflow.errors import ConflictError, Fenced
 from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.planning import Submission, insert_submission, log
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
-from agentrl.workflow.trajectory import OPEN, Task
+from agentrl.workflow.trajectory import OPEN, Task, storable
 
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 KEEP_DAYS = "keep_days"
@@ -89,7 +88,7 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
     found = tx.execute(there.where(agents.key_hash == key_hash)).one_or_none()
     if found is not None:  # the answer of this very commit was lost
         return ServedEpisode(found.id, found.group_id, found.agent)
-    task = _find_task(tx, Task(clean(client), (), ""))
+    task = _find_task(tx, Task(storable(client), (), ""))
     # Counted, for other draws in each: those before it may be forgotten already.
     counted = update(schema.iterations).where(_ITERATIONS.id == run.iteration).values(episodes=_ITERATIONS.episodes + 1)
     number = int(tx.execute(counted.returning(_ITERATIONS.episodes)).scalar_one()) - 1

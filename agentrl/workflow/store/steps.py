@@ -16,10 +16,10 @@ from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations, tools_annotations
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
-from agentrl.workflow.store.rows import clean, clean_tree, message_row, pack
+from agentrl.workflow.store.rows import clean_tree, message_row, pack
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
-from agentrl.workflow.trajectory import ROOT, Step, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, Step, ToolCall, ToolResult, storable
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
         "number": step.index,
         "policy_id": record.policy_id,
         "prompt": [message_row(message) for message in step.prompt],
-        "text": clean(record.text),
-        "content": clean(step.message.content),
-        "thought": clean(step.message.thought),
+        "text": storable(record.text),
+        "content": storable(step.message.content),
+        "thought": storable(step.message.thought),
         "new_row": step.new_row,
         "chain": step.chain,
         "parent_step": None if step.parent == ROOT else step.parent,
@@ -164,13 +164,13 @@ def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldE
         "step": step,
         "call": number,
         "kind": kind,
-        "tool": clean(item.call.name)[:128],
+        "tool": storable(item.call.name)[:128],
         "arguments": clean_tree(dict(item.call.arguments)),
         "loose": item.call.loose,
         "effects": item.effects,
         "status": "done" if item.result else "pending",
         "sends": 0 if item.result else 1,
-        "result": clean(item.result.content) if item.result else None,
+        "result": storable(item.result.content) if item.result else None,
         "error_class": item.result.error_class if item.result else None,
         "created_at": now,
         "finished_at": now if item.result else None,

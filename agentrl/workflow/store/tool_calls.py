@@ -10,10 +10,9 @@ from sqlalchemy import Connection, bindparam, case, func, select, update
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import annotation_rows
 from agentrl.workflow.store.prepared_statements import PreparedStatement
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
-from agentrl.workflow.trajectory import ToolResult
+from agentrl.workflow.trajectory import ToolResult, storable
 
 UNKNOWN_OUTCOME = ToolResult(
     "The worker was lost while this call ran; it may or may not have taken effect, and is not run again.", "unknown_outcome"
@@ -124,7 +123,7 @@ def record_result(tx: Connection, call: int, result: ToolResult, started_at: dat
     """Records the call's result, unless it has one; returns whether this one counts."""
     values = {
         "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
-        "result": clean(result.content),
+        "result": storable(result.content),
         "error_class": result.error_class,
         "seconds": result.seconds,
         "cpu_seconds": result.cpu_seconds,

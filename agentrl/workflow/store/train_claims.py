@@ -17,10 +17,10 @@ from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_g
 from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log, newest_version
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
-from agentrl.workflow.store.rows import clean, members_of
+from agentrl.workflow.store.rows import members_of
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
-from agentrl.workflow.trajectory import OPEN, Group, PolicyRef
+from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
     ).scalar_one_or_none()
     if failed is None:
         return
-    log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", clean(error))
+    log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", storable(error))
     if failed >= max_attempts:
         set_run_status(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
 
@@ -258,7 +258,7 @@ def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leavin
     changed = tx.execute(
         update(schema.runs)
         .where(schema.runs.c.id == run_id, schema.runs.c.status.in_(leaving))
-        .values(status=status, reason=clean(reason), finished_at=over)
+        .values(status=status, reason=storable(reason), finished_at=over)
     )
     if changed.rowcount:
         log(tx, run_id, status, detail=reason)

@@ -7,8 +7,8 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.lost_workers import LOSS_EVENTS
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.rows import clean
 from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import storable
 
 
 def awaits_maker() -> ColumnElement[bool]:
@@ -35,7 +35,7 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
         .limit(1)
         .scalar_subquery()
     )
-    said = mine.where(schema.events.c.id > func.coalesce(before, 0), schema.events.c.detail == clean(what))
+    said = mine.where(schema.events.c.id > func.coalesce(before, 0), schema.events.c.detail == storable(what))
     if tx.execute(said.limit(1)).first() is None:
         log(tx, run_id, "waiting", detail=what)
 

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from agentrl.workflow.errors import AgentRLError, ConfigError, ToolFailure, ToolTimeout
-from agentrl.workflow.trajectory import ToolResult
+from agentrl.workflow.trajectory import ToolResult, storable
 
 Effects = Literal["none", "repeatable", "once"]
 
@@ -41,8 +41,8 @@ class Tool:
     description="...")]` narrows and explains it.
 
     Args:
-        function: returns the text that the model reads; raises ToolFailure for a mistake of the model's, and InfraError for a
-            failure of the system's, after which the call is sent again.
+        function: returns what the model reads, as text (see `answer`); raises ToolFailure for a mistake of the model's, and
+            InfraError for a failure of the system's, after which the call is sent again.
         effects: `none` (pure), `repeatable` (may run twice), `once` (a call that was started is never run again).
         timeout_seconds: how long one call may take.
         max_characters: the longest text that the model reads; the rest is cut off, with a note that it was.
@@ -171,12 +171,13 @@ class Tool:
         return ToolResult(self.call(arguments))
 
     def answer(self, arguments: Mapping[str, Any]) -> str:
-        """The function's return value as text, not yet cut.
+        """The function's return value as text, not yet cut: a dict, list or tuple as JSON.
 
         Raises:
             ToolFailure, InfraError: as `call`.
         """
-        return str(self.returned(arguments))
+        value = self.returned(arguments)
+        return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list | tuple) else str(value)
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
         """The function's return value.
@@ -257,6 +258,9 @@ def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None)
     threading.Thread(target=call, daemon=True).start()
     try:
         told = answer.result(seconds)
-    except Exception as error:  # noqa: BLE001 - anybody's code; its errors are shown to the model and the user
-        told = failure(tool, error if answer.done() else tool.overdue())
-    return replace(told, seconds=time.monotonic() - began)
+    except BaseException as error:  # anybody's code, even `exit()`; its errors are shown to the model and the user
+        raised = answer.exception() if answer.done() else None
+        if raised is not error and not isinstance(error, TimeoutError):
+            raise  # ctrl-C in this thread
+        told = failure(tool, raised or tool.overdue())
+    return replace(told, content=storable(told.content), seconds=time.monotonic() - began)

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import select_rows
-from agentrl.workflow.store.row_values import MAX_ID, clean
+from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000
 """The most rows of a page."""
@@ -160,7 +161,7 @@ def escape_like(text: str) -> str:
 def storable_value(value: Any) -> Any:
     """A value that every database takes: none holds a greater number, or the characters that `clean` replaces."""
     if isinstance(value, str):
-        return clean(value)
+        return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
 
 
@@ -221,5 +222,5 @@ def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
 
 def _may_hold(column: str, value: Any) -> bool:
     if column in TEXT_COLUMNS:
-        return isinstance(value, str) and value == clean(value)
+        return isinstance(value, str) and value == storable(value)
     return is_id(value) or isinstance(value, float)

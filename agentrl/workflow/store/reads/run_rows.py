@@ -19,8 +19,9 @@ from agentrl.workflow.store.reads.paging import (
     select_page,
     select_values,
 )
-from agentrl.workflow.store.row_values import MAX_ID, clean
+from agentrl.workflow.store.row_values import MAX_ID
 from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.trajectory import storable
 
 RUN_ORDERS = {
     "id": "id", "run": "run", "status": "status", "reward": "last_reward", "best": "best_reward", "episodes": "episodes_done",
@@ -104,7 +105,7 @@ def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
 def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
     """Name, kind and status of the newest runs whose names begin so; evaluations too."""
     query = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ESCAPE '!' ORDER BY id DESC LIMIT :limit"
-    return select_rows(tx, query, begin=f"{escape_like(clean(begin))}%", limit=limit)
+    return select_rows(tx, query, begin=f"{escape_like(storable(begin))}%", limit=limit)
 
 
 @sql_read_transaction

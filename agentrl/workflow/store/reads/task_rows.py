@@ -14,7 +14,7 @@ from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.row_values import clean
+from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
 """What the list may be sorted by -> the column."""
@@ -63,7 +63,7 @@ def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25
     where = "WHERE lower(t.key) LIKE lower(:text) ESCAPE '!' OR lower(t.reference) LIKE lower(:text) ESCAPE '!'" if text else ""
     query = _TASKS.format(where=where, order=_order(sort))
     asked: dict[str, Any] = {"id": run_id, "limit": size + 1, "offset": offset}
-    asked |= {"text": f"%{escape_like(clean(text))}%"} if text else {}
+    asked |= {"text": f"%{escape_like(storable(text))}%"} if text else {}
     found = select_rows(tx, query, **asked)
     rows, more = found[:size], len(found) > size
     groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
