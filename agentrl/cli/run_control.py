@@ -12,7 +12,7 @@ import typer
 from agentrl.cli.output import Json, say, show, show_json
 from agentrl.cli.run_view import iteration_numbers
 from agentrl.cli.targets import stored_database
-from agentrl.cli.watch import RunName
+from agentrl.cli.watch import RunName, follow_to_end
 from agentrl.workflow.config import MOST
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
 
@@ -25,6 +25,7 @@ def resume(
     run: RunName,
     epochs: Annotated[int | None, _more_option("epochs")] = None,
     iterations: Annotated[int | None, _more_option("iterations")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
     as_json: Json = False,
 ) -> None:
     """Set a paused, failed or stranded run going again, or make it longer."""
@@ -66,7 +67,10 @@ def resume(
     _show_run(run, "running", before["status"], as_json, before["iterations"])
     for line in missing:
         say(line)
-    say(f"Follow it: agentrl watch {run}")
+    if wait:
+        follow_to_end(stored_database(), row["name"])
+    else:
+        say(f"Follow it: agentrl watch {run}")
 
 
 def pause(run: RunName, as_json: Json = False) -> None:

@@ -31,7 +31,8 @@ from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
-"""Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence."""
+"""Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence.
+After the same silence within an iteration: a line on its progress."""
 ALONE_SECONDS = 10.0
 """Seconds without a control loop after which a run is reported as stranded."""
 ENDED_STATUSES = ("done", "cancelled")
@@ -59,7 +60,7 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follows a run as `watch` does, with everything on stderr, for `submit --wait`.
+    """Follows a run as `watch` does, with everything on stderr, for `--wait`.
 
     Raises:
         typer.Exit: with 1, unless the run ends as done.
@@ -134,6 +135,7 @@ class _Lines:
     write: Any
     shown: int = 0
     wrote: float = -MAX_SILENCE_SECONDS
+    began: float = field(default_factory=lambda: time.monotonic())
     measured: set[int] = field(default_factory=set)
     warned: str = ""
 
@@ -154,6 +156,9 @@ class _Lines:
             if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
                 self.measured.add(row["id"])
                 self.write(eval_line(row, view.run["best_version"]))
+        if view.progress and time.monotonic() - max(self.wrote, self.began) >= MAX_SILENCE_SECONDS:
+            self.write(progress_line(view))
+            self.wrote = time.monotonic()
         if view.warning and view.warning != self.warned:
             say(view.warning)
         self.warned = view.warning
@@ -186,6 +191,14 @@ class _Live:
 
         size = self.live.console.size
         self.live.update(Text("\n".join(live_lines(view, size.width, size.height))), refresh=True)
+
+
+def progress_line(view: RunView) -> str:
+    """One line on the open iterations."""
+    now = view.progress
+    which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
+    counted = f"{now['finished']} of {now['episodes']} episodes over, {now['sampled_tokens']:,} tokens sampled"
+    return f"iteration {which}/{view.run['iterations']}  {counted}"
 
 
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:

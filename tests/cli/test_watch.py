@@ -3,13 +3,14 @@
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import load_view
+from agentrl.cli.watch import _Lines, load_view
 from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.store.test_evals import measure, measured
@@ -42,6 +43,17 @@ def going(db: Database, iterations: int) -> RunView:
     measure(db, "first-eval-0", 1.0, 0.0)
     planning.start_iteration(db, planning.open_iterations(db, 1)[0])
     return load_view(db, "first")
+
+
+def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
+    sqlite: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = [100.0], list[str]()
+    monkeypatch.setattr("agentrl.cli.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    view, lines = going(sqlite, 0), _Lines(written.append)
+    for now[0] in (100.0, 114.0, 115.0, 120.0, 130.0):
+        lines.show(view)
+    assert [line for line in written if "over" in line] == ["iteration 1/10  0 of 2 episodes over, 0 tokens sampled"] * 2
 
 
 def _play_with_calls(db: Database, group: int) -> None:

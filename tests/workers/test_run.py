@@ -122,8 +122,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     stack.wait(lambda: count(stack.database, HELD) == 0, "what was begun being finished or dropped")
     assert run_rows.describe_run(stack.database, run)["status"] == "paused"
     assert count(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 0
-    stack.agentrl("resume", run)
-    stack.wait_for(run)
+    stack.agentrl("resume", run, "--wait")
     assert_whole(stack.database, iterations=2, episodes=32)
     stack.agentrl("resume", run, code=6)
 
