@@ -254,12 +254,22 @@ def _disk(where: Any) -> Check:
 
 
 def _gsm8k(where: Any) -> Check:
+    """Reads the dataset from its folder; asks the hub for it, without fetching it."""
+    from agentrl.workflow.datasets import gsm8k
+    from agentrl.workflow.runtime import hub
+
     if where.gsm8k_dir is None:
-        return Check("gsm8k", "ok", "from the hub (AGENTRL_GSM8K_DIR is not set)")
-    missing = [name for name in ("train.jsonl", "test.jsonl") if not (where.gsm8k_dir / name).is_file()]
-    if missing:
-        return Check("gsm8k", "warn", f"{where.gsm8k_dir} has no {' and no '.join(missing)}", "Correct AGENTRL_GSM8K_DIR.")
-    return Check("gsm8k", "ok", str(where.gsm8k_dir))
+        if hub.has_fetched_dataset(gsm8k.HUB_NAME):
+            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} was fetched from the hub")
+        if hub.ask_hub("dataset", gsm8k.HUB_NAME) == "known":
+            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} on the hub, which answers")
+        return Check("gsm8k", "warn", "the hub does not answer, and gsm8k was not fetched before", gsm8k.HINT)
+    try:
+        counts = {split: sum(1 for _ in gsm8k.load(split)) for split in gsm8k.SPLITS}
+    except AgentRLError as error:
+        return Check("gsm8k", "warn", error.message, "Correct AGENTRL_GSM8K_DIR.")
+    found = ", ".join(f"{count} tasks in {split}" for split, count in counts.items())
+    return Check("gsm8k", "ok", f"{where.gsm8k_dir}: {found}")
 
 
 def _models(where: Any) -> Check:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from hashlib import sha256
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,14 @@ from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsaf
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
     from agentrl.workers.requests.submission import PreparedRun
+    from agentrl.workflow.experiment import Experiment
 
 PolicyName = Annotated[
     str,
@@ -67,10 +70,20 @@ SCORE_COLUMNS = (
 def evaluate(
     policy: PolicyName,
     dataset: Annotated[str | None, typer.Option(help="Dataset [the run's, else gsm8k].", show_default=False)] = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    split: Annotated[
+        str | None, typer.Option(help="Split of the dataset [test; of a file its only one].", show_default=False)
+    ] = None,
     n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     env: Annotated[str | None, typer.Option(help="Env [the run's, else the dataset's own].", show_default=False)] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=WEIGHT]",
+            help="A reward, package.module:function too [the run's]; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     agent: AgentName = None,
     agent_network: AgentNetwork = None,
     agent_unsafe: AgentUnsafe = None,
@@ -114,15 +127,17 @@ def evaluate(
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
     asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
     own = {"name": agent, "network": agent_network, "unsafe": agent_unsafe, "sandbox": agent_sandbox}
-    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own)
+    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own, parse_weights(reward or ()))
     config = build(config.flat() | chat_values(tool_format, chat_template))
     prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     for remark in prepared.remarks:
         say(remark)
     made, missing = start_run(prepared, required=True)
     if n is not None and len(prepared.submission.tasks) < n:
-        say(f"{config.dataset.name} ({split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
-    for line in [f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}", *missing]:
+        say(f"{config.dataset.name} ({config.dataset.split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
+    measured = prepared.experiment
+    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
+    for line in [counted, f"  {_describe_scoring(measured)}", *missing]:
         say(line)
     view = follow(database(), made.name, sys.stderr.isatty(), say)
     if view.run["status"] != "done":
@@ -146,6 +161,14 @@ def _with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 
 
+def _describe_scoring(measured: "Experiment") -> str:
+    """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
+    prompt = measured.env.system_prompt
+    shown = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
+    rewards = ", ".join(f"{name} x {cell(weight)}" for name, weight in measured.weights.items()) or "none"
+    return f"env {measured.config.env} ({shown}), rewards {rewards}"
+
+
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     """The options that take the likeliest token, the same for each policy whatever its run's options.
 
@@ -163,21 +186,22 @@ def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]
 def eval_run_of(
     policy: str,
     dataset: str | None,
-    split: str,
+    split: str | None,
     n: int | None,
     rollout: Mapping[str, Any],
     env: str | None = None,
     trust: bool = False,
     agent: Mapping[str, Any] = MappingProxyType({}),
+    rewards: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
     """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
 
-    Options that `rollout` and `agent` lack, or give as None, are the run's. `trust`: the model's own code may run.
+    Options that `rollout`, `agent` and `rewards` lack, or give as None, are the run's. `trust`: the model's own code may run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 
     base, ref = find_trusted_policy(policy, trust)
-    config = eval_config(base, dataset, split, n, rollout, env, agent)
+    config = eval_config(base, dataset, split, n, rollout, env, agent, rewards)
     if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
         check_model_is_there(policy, config)
     return in_one_iteration(config), ref

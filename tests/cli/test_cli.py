@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
+from agentrl.cli.doctor import Check, _gsm8k
 from agentrl.cli.main import main
 from agentrl.cli.output import show_json
 from agentrl.cli.plot import buckets, plot, sparkline
@@ -795,6 +796,26 @@ def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pyte
     roads = {dtype: f"plain ({why})" if (why := why_not_packed(dtype)) else "packed" for dtype in ROUNDING}
     assert all(f"{dtype} {road}".removeprefix("torch.") in checks["cpu"]["found"] for dtype, road in roads.items())
     assert not home.exists()
+
+
+def test_doctor_tries_gsm8k_before_it_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = '{"question": "1 + 1?", "answer": "<<1+1=2>>2\\n#### 2"}\n'
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(rows)
+    monkeypatch.setenv("AGENTRL_GSM8K_DIR", str(folder))
+    settings.cache_clear()
+    assert _gsm8k(settings()) == Check("gsm8k", "ok", f"{folder}: 1 tasks in train, 1 tasks in test")
+    (folder / "test.jsonl").write_text("no JSON")
+    assert (_gsm8k(settings()).state, _gsm8k(settings()).todo) == ("warn", "Correct AGENTRL_GSM8K_DIR.")
+    monkeypatch.delenv("AGENTRL_GSM8K_DIR")
+    settings.cache_clear()
+    monkeypatch.setattr("agentrl.workflow.runtime.hub.has_fetched_dataset", lambda name: False)
+    for answer, state in (("known", "ok"), ("away", "warn")):
+        monkeypatch.setattr("agentrl.workflow.runtime.hub.ask_hub", lambda kind, name, answer=answer: answer)
+        assert _gsm8k(settings()).state == state
+    settings.cache_clear()
 
 
 def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were_set(

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.config import DatasetConfig
+from agentrl.workers.requests.submission import prepare
+from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import Dataset, load_tasks
 from agentrl.workflow.datasets.jsonl import read_rows, read_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError
@@ -21,6 +22,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import score, total_reward
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
+from tests.support.small_models import tiny_random
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = {"question": "1+1?", "answer": "2"}
@@ -291,8 +293,13 @@ def test_an_escaped_backslash_before_u0000_is_text() -> None:
     assert problems_of({"question": "a", "answer": "1", "note": "\\u0000"}) == []
 
 
-def test_the_same_question_and_answer_twice_is_a_fault_and_the_same_question_alone_is_not() -> None:
-    assert problems_of(GOOD, {**GOOD, "answer": "3"}, {**GOOD, "id": 7}) == ["line 3: the same question and answer as line 1"]
+def test_load_tasks_uses_a_row_that_comes_again_once_and_counts_it(tmp_path: Path) -> None:
+    file = write(tmp_path / "own.jsonl", GOOD, {**GOOD, "answer": "3"}, GOOD, {**GOOD, "id": 7}, GOOD)
+    loaded = load_tasks(DatasetConfig(name=str(file)))
+    assert [task.key for task in loaded.tasks] == ["own/1", "own/2", "own/4"]
+    assert (loaded.repeated, loaded.skipped) == (2, ())
+    prepared = prepare(None, build({"dataset.name": str(file), "model.path": str(tiny_random(tmp_path / "model"))}))
+    assert f"{file}: 2 rows say the same as an earlier one; each task is used once." in prepared.remarks
 
 
 def test_the_first_twenty_faults_are_shown_and_the_others_counted(tmp_path: Path) -> None:

@@ -256,9 +256,9 @@ def test_a_row_is_known_by_its_own_name_and_two_of_one_name_are_refused(tmp_path
     official = {**HUMAN_EVAL[0], "task_id": "HumanEval/0"}
     bare = {name: value for name, value in MBPP[1].items() if name != "task_id"}
     assert [task.key for task in loaded(tmp_path, official, MBPP[0], bare)] == ["HumanEval/0", "own/1", "own/line-3"]
-    for second in (official, {**bare, "task_id": "HumanEval/0"}):
-        with pytest.raises(DatasetError, match="line 2: HumanEval/0: the 'task_id' of line 1"):
-            loaded(tmp_path, official, second)
+    with pytest.raises(DatasetError, match="line 2: HumanEval/0: the 'task_id' of line 1"):
+        loaded(tmp_path, official, {**bare, "task_id": "HumanEval/0"})
+    assert [task.key for task in loaded(tmp_path, official, official)] == ["HumanEval/0"], "the same row again"
     for wrong in ("", "a\nb", "x" * 201, 1.5, [1], True, 10**30):
         with pytest.raises(DatasetError, match="'task_id' must be a whole number, or printable text"):
             loaded(tmp_path, {**official, "task_id": wrong})

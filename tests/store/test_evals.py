@@ -1,6 +1,7 @@
 """A run measures its own policies: evaluations are planned with the versions, keep nothing waiting, and name the best one."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from agentrl.cli import maintenance
 from agentrl.cli.evaluate import eval_run_of
 from agentrl.cli.main import main
 from agentrl.cli.targets import find_policy
-from agentrl.workers.requests.eval_config import sampling_differences
+from agentrl.workers.requests.eval_config import eval_config, sampling_differences
 from agentrl.workers.requests.submission import prepare
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
@@ -567,6 +568,15 @@ def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Pa
         prepare(None, nowhere, "eval")
 
 
+def test_eval_config_keeps_the_runs_env_and_rewards_for_another_dataset_unless_named(home: Path, model: Path) -> None:
+    asked = {"model.path": str(model), "dataset.name": "arithmetic", "env": "plain", "rewards": {"length": 0.5}}
+    config = build(asked)
+    other = eval_config(config, "qa", None, 2, {})
+    assert (other.env, other.rewards, other.dataset.split) == ("plain", {"length": 0.5}, "test")
+    named = eval_config(config, "qa", None, 2, {}, "qa", rewards={"text_answer": 1.0})
+    assert (named.env, named.rewards) == ("qa", {"text_answer": 1.0})
+
+
 def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(
     here: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -745,6 +755,12 @@ def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(s
     path = value(
         stack.database, f"SELECT path FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = '{run}' AND version = 2"
     )
+    file = stack.home / "own.jsonl"
+    file.write_text('{"question": "The capital of France?", "answer": "Paris"}\n')
+    scored = stack.command("eval", "--policy", path, "--dataset", str(file), "--reward", "text_answer")
+    assert scored.returncode == 0, scored.stderr
+    assert re.search(r"env \w+ \((no prompt|prompt \w{8})\), rewards numeric_answer x 0, text_answer x 1\n", scored.stderr)
+    assert f"on {file} (train)" in scored.stdout
     again = json.loads(stack.agentrl("eval", "--policy", path, "-n", "6", "--group-size", "2", "--json"))
     assert (again["episodes"], set(again["pass_at"])) == (12, {"1", "2"})
     stored = stack.agentrl("submit", "--from-episodes", run, "--eval-every", "1", "-s", "eval.tasks=2", "--wait").strip()

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agentrl.workflow.config import RunConfig, build, flatten
-from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.datasets import is_file, load_tasks
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
 
@@ -29,29 +29,33 @@ SINGLE_PASS = {"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rol
 def eval_config(
     config: RunConfig,
     dataset: str | None,
-    split: str,
+    split: str | None,
     n: int | None,
     rollout: Mapping[str, Any],
     env: str | None = None,
     agent: Mapping[str, Any] = MappingProxyType({}),
+    rewards: Mapping[str, float] = MappingProxyType({}),
 ) -> RunConfig:
     """The config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
 
     Args:
-        dataset: None: the run's; another dataset brings its own env.
+        dataset: None: the run's.
+        split: None: `test`, of a file its only split.
         n: only the first N tasks; None: all.
         rollout: values in place of the run's in the section `rollout`; None: the run's.
-        env: an env in place of the run's or the dataset's.
+        env: an env in place of the run's, which otherwise holds for another dataset too; without both: the dataset's.
+        rewards: reward -> weight in place of the run's; empty: the run's.
         agent: values in place of the run's in the section `agent`; another agent takes the place of the run's, or of the
             built-in loop with its options.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
+    split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
     values |= {"dataset.split": split, "dataset.max_samples": n}
     values |= _agent_values(agent)
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:
-        values |= {"dataset.name": dataset, "env": None, "dataset.skip_bad_rows": False}
-    return build(values | ({} if env is None else {"env": env}))
+        values |= {"dataset.name": dataset, "dataset.skip_bad_rows": False}
+    return build(values | ({} if env is None else {"env": env}) | ({"rewards": dict(rewards)} if rewards else {}))
 
 
 def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:

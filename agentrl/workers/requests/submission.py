@@ -137,6 +137,7 @@ def prepare(
     submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
     untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
     remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
+    remarks += (remark_on_repeats(config, loaded.repeated),) if loaded.repeated else ()
     remarks += (*remark_on_agent(experiment), *((untold,) if untold else ()))
     name, output = submission.name, submission.output_dir
     older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
@@ -245,6 +246,12 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
 def list_remarks(submission: Submission) -> tuple[str, ...]:
     """Remarks on the run's training and its evaluations."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
+
+
+def remark_on_repeats(config: RunConfig, count: int) -> str:
+    """A remark on tasks that were left out because an earlier one says the same."""
+    rows = "1 row says" if count == 1 else f"{count} rows say"
+    return f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Datasets: each file here yields Tasks. See `Dataset`; `load_tasks` is the entry point."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -41,11 +41,13 @@ class LoadedTasks:
         tasks: the tasks in the dataset's order; at least one, with different keys.
         env: name of the env for the tasks.
         skipped: malformed rows that were left out, each as `line N: why`.
+        repeated: tasks that were left out because an earlier one says the same.
     """
 
     tasks: tuple[Task, ...]
     env: str
     skipped: tuple[str, ...] = ()
+    repeated: int = 0
 
 
 def load_tasks(config: DatasetConfig) -> LoadedTasks:
@@ -59,12 +61,30 @@ def load_tasks(config: DatasetConfig) -> LoadedTasks:
     found, env, skipped = _find_reader(config)
     tasks = _select_tasks(config, found)
     if not tasks:
-        hint = "Write one JSON object per line into it." if config.name.endswith(".jsonl") else "Name another."
+        hint = "Write one JSON object per line into it." if is_file(config.name) else "Name another."
         raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
+    distinct = _without_repeats(tasks)
+    tasks, repeated = distinct, len(tasks) - len(distinct)
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", "Give every task a key of its own.")
-    return LoadedTasks(tasks, env, tuple(skipped))
+    return LoadedTasks(tasks, env, tuple(skipped), repeated)
+
+
+def _without_repeats(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The first of all tasks that differ in nothing but their keys."""
+    alike: defaultdict[tuple[str, ...], list[Task]] = defaultdict(list)
+    for task in tasks:
+        found = alike[task.reference, *(message.content for message in task.messages)]
+        if all(replace(task, key=other.key) != other for other in found):
+            found.append(task)
+    kept = {id(task) for found in alike.values() for task in found}
+    return tuple(task for task in tasks if id(task) in kept)
+
+
+def is_file(name: str) -> bool:
+    """Whether a dataset's name is the path of a file of one's own, whose only split is `train`."""
+    return name.endswith(".jsonl")
 
 
 def env_of(config: DatasetConfig) -> str:
@@ -73,7 +93,7 @@ def env_of(config: DatasetConfig) -> str:
     Raises:
         ConfigError: there is no such dataset.
     """
-    if config.name.endswith(".jsonl"):
+    if is_file(config.name):
         from agentrl.workflow.datasets import code, jsonl  # they import this file
 
         return code.ENV if code.is_code(Path(config.name)) else jsonl.ENV
@@ -96,7 +116,7 @@ def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) ->
 
 
 def _find_reader(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
-    if config.name.endswith(".jsonl"):
+    if is_file(config.name):
         from agentrl.workflow.datasets import code, jsonl  # they import this file
 
         path = Path(config.name)

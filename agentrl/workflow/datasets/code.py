@@ -73,7 +73,7 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
     check_split(path, split)
     tasks: list[Task] = []
     problems: list[str] = []
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, dict[str, Any]]] = {}
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,8 +84,9 @@ def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) ->
             try:
                 row = _row(line)
                 key = _key(row, path.stem, number)
-                if seen.setdefault(key, number) != number:
-                    raise ValueError(f"the 'task_id' of line {seen[key]}")
+                first, other = seen.setdefault(key, (number, row))
+                if other != row:  # the same row again is passed over, as in every dataset
+                    raise ValueError(f"the 'task_id' of line {first}")
                 tasks.append(_task(key, row))
             except (ValueError, RecursionError) as error:
                 problems.append(f"line {number}: {f'{key}: ' * bool(key)}{error}")
