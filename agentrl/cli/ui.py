@@ -127,7 +127,7 @@ def _export(store: "ReadOnlyStore", run: str, out: Path | None, episodes: list[i
     from agentrl.workers.page.export import write_export
 
     file = out or Path(re.sub(r"[^\w.@-]+", "-", run).strip("-.")[:100] + ".html")
-    left_out = write_export(store, run, file, episodes, int(limit_mb * 1_000_000), force)
+    left_out = write_export(store, run, file, episodes, int(limit_mb * 1_000_000), force, say)
     show(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     if left_out:
         say(left_out)

@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 
@@ -27,6 +29,8 @@ MISSES = 20
 """So many that do not fit one after another are tried before the file counts as full."""
 ITERATIONS_SHARE, TASKS_SHARE = 0.4, 0.5
 """The part of the room that iterations may fill, and these and tasks: the rest is for groups and episodes."""
+SILENCE_SECONDS = 5.0
+"""How long nothing is said of the progress."""
 ABOUT_BYTES = 2000
 """Room for what is said of the file itself."""
 
@@ -37,10 +41,12 @@ class _NotTaken(Exception):
 
 @dataclass
 class _Recording:
-    """The answers so far. `limit`: the most bytes of all of them for now."""
+    """The answers so far. `limit`: the most bytes of all of them for now; `progress` is told their number now and then."""
 
     client: httpx2.AsyncClient
     limit: int
+    progress: Callable[[str], None]
+    told: float = field(default_factory=time.monotonic)
     size: int = 0
     answers: dict[str, bytes] = field(default_factory=dict)
 
@@ -58,6 +64,9 @@ class _Recording:
                 raise _NotTaken(path)
             self.answers[path] = made
             self.size += cost
+            if time.monotonic() - self.told >= SILENCE_SECONDS:
+                self.told = time.monotonic()
+                self.progress(f"{len(self.answers):,} answers of the page, {self.size / 1e6:.1f} MB so far")
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
@@ -94,7 +103,13 @@ class _Recording:
 
 
 def write_export(
-    store: ReadOnlyStore, run: str, out: Path, episodes: Sequence[int], limit_bytes: int, force: bool = False
+    store: ReadOnlyStore,
+    run: str,
+    out: Path,
+    episodes: Sequence[int],
+    limit_bytes: int,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Writes the run of that name or number into one file, and returns a sentence on what it left out; empty: nothing.
 
@@ -102,6 +117,7 @@ def write_export(
         episodes: those that must be in it.
         limit_bytes: the most bytes of the file.
         force: write over a file that is there.
+        progress: called with a line every few seconds.
 
     Raises:
         NotFoundError: there is no such run or episode.
@@ -113,7 +129,7 @@ def write_export(
     row = run_rows.describe_run(store, run)
     title = f"agentrl: {row.run}"
     empty = len(write_page(title, {"run": row.id}, {})) + ABOUT_BYTES
-    made = asyncio.run(_record(store, row.id, list(dict.fromkeys(episodes)), limit_bytes - empty, empty))
+    made = asyncio.run(_record(store, row.id, list(dict.fromkeys(episodes)), limit_bytes - empty, empty, progress))
     left_out = _left_out(row.id, made, task_rows.count_tasks(store, row.id), limit_bytes)
     about = {"run": row.id, "made_at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "left_out": left_out}
     _write(out, write_page(title, about, made.answers), force)
@@ -144,13 +160,16 @@ def _exists_error(out: Path) -> ConflictError:
     return ConflictError(f"The file {str(out)!r} exists.", "Name another, or write over it with --force.")
 
 
-async def _record(store: ReadOnlyStore, run: int, episodes: Sequence[int], room: int, around: int) -> _Recording:
+async def _record(
+    store: ReadOnlyStore, run: int, episodes: Sequence[int], room: int, around: int, progress: Callable[[str], None]
+) -> _Recording:
     transport = httpx2.ASGITransport(application(store))
     headers = {"Accept-Encoding": "identity"}
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=None) as client:
-        made = _Recording(client, room)
+        made = _Recording(client, room, progress)
         tasks = await _take_run(made, run, around)
         await _take_chosen(made, run, episodes, (room + around) / 1e6)
+        tasks += await _take_more_tasks(made, run)
         free = room - made.size
         made.limit = room - int(free * (1 - ITERATIONS_SHARE))
         await made.many(_work(made, f"api/runs/{run}/iterations/{number}") for number in _iterations(made, run))
@@ -201,6 +220,19 @@ async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
         raise ConfigError(f"The run's curves and lists alone are {least:.1f} MB.", f"Give them room: --limit-mb {least:.1f}")
     made.limit = room
     return [row["task_id"] for row in tasks["rows"]]
+
+
+async def _take_more_tasks(made: _Recording, run: int) -> list[int]:
+    """The further pages of the list of tasks, as many as fit; returns the tasks that they list."""
+    found: list[int] = []
+    page = json.loads(made.answers[f"api/runs/{run}/tasks?size=25"])
+    try:
+        while page["next"]:
+            page = await made.ask(f"api/runs/{run}/tasks?cursor={quote(page['next'], safe='')}&size=25")
+            found += [row["task_id"] for row in page["rows"]]
+    except _NotTaken:
+        pass
+    return found
 
 
 async def _store(made: _Recording) -> dict[str, Any]:
