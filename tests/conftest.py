@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 
 from agentrl.workers.stack import broker, process
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database, upgrade
 from agentrl.workflow.tools.python import sandbox
+from tests.support.postgres_pool import PostgresPool
 
 if TYPE_CHECKING:
     from bench.faults.fork_server import Nursery
@@ -61,6 +62,25 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+class SharedStatements(dict[Any, Any]):
+    """Compiled statements of all engines of a dialect; SQLAlchemy would compile them again for each test's engine."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the statement that an engine has compiled. The first part of the key is the engine's own dialect."""
+        return super().get((key[0].name, *key[1:]), default)
+
+    def __setitem__(self, key: Any, statement: Any) -> None:
+        super().__setitem__((key[0].name, *key[1:]), statement)
+
+
+_statements = SharedStatements()
+
+
+@event.listens_for(Engine, "engine_connect")
+def _share_statements(connection: Connection) -> None:
+    connection.execution_options(compiled_cache=_statements)
 
 
 def missing(what: str) -> None:
@@ -179,7 +199,8 @@ def postgres_server() -> Iterator[Engine]:
     server = get_server(folder)
     url = make_url(server.get_uri()).set(drivername="postgresql+psycopg")
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    _execute(engine, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # nobody needs these data tomorrow
+    # Nobody needs these data tomorrow, and statistics that appear at any moment would change plans.
+    _execute(engine, "ALTER SYSTEM SET fsync = off", "ALTER SYSTEM SET autovacuum = off", "SELECT pg_reload_conf()")
     yield engine
     engine.dispose()
     server.stop()
@@ -203,10 +224,18 @@ def empty_postgres(postgres_server: Engine) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def postgres_pool(postgres_server: Engine, migrated_name: str) -> Iterator[PostgresPool]:
+    """The migrated databases of this process."""
+    pool = PostgresPool(postgres_server, migrated_name)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-def postgres(postgres_server: Engine, migrated_name: str) -> Iterator[Database]:
-    """A migrated Postgres database of this test's own."""
-    with created(postgres_server, migrated_name) as url:
+def postgres(postgres_pool: PostgresPool) -> Iterator[Database]:
+    """A migrated Postgres database that no other test uses at the same time."""
+    with postgres_pool.lend() as url:
         database = open_database(url)
         yield database
         database.close()
