@@ -35,7 +35,17 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
         task_routes,
     )
 
-    app = FastAPI(title="agentrl ui", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
+    shown = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
+    modules = (*shown, sql_routes, live_routes, action_routes)
+    app = FastAPI(
+        title="agentrl ui",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+        # As they are: `include_router` would analyse every endpoint's parameters a second time.
+        routes=[route for module in modules for route in module.router.routes],
+    )
     app.state.store, app.state.actions, app.state.is_ending = store, actions, lambda: False
     app.state.live = live_routes.Live(store, lambda: bool(app.state.is_ending()))
     app.add_exception_handler(AgentRLError, _refuse)
@@ -43,9 +53,6 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _refuse_values)
     app.add_exception_handler(Exception, _tell_mistake)
     app.add_middleware(GZipMiddleware, minimum_size=SMALLEST_ZIPPED, compresslevel=5)
-    shown = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
-    for routes in (*shown, sql_routes, live_routes, action_routes):
-        app.include_router(routes.router)
     app.add_api_route("/", lambda: FileResponse(STATIC / "index.html"), methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
     return app
