@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "garbage": (b"\xff\xfe", "is no export of traces"),
     "a list": (b"[1, 2]", "is no export of traces"),
     "half a line": (b'{"resourceSpans": []}\n{"resourceSpans": [\n', "Line 2 of"),
-    "a bomb": (gzip.compress(b"\0" * (257 * 2**20), 1), "it has more than"),
+    "a bomb": (lambda: gzip.compress(b"\0" * (257 * 2**20), 1), "it has more than"),
     "no turn": ([span(1, "x", {})], "1: no turn of a model"),
     "a turn that makes no sense": (
         [span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": ["a"]})],
@@ -167,6 +167,7 @@ def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     wrong, sentence = WRONG[name]
+    wrong = wrong() if callable(wrong) else wrong
     file = tmp_path / "t.jsonl"
     file.write_bytes(wrong) if isinstance(wrong, bytes) else write(file, wrong)
     said = told(capsys, "import", "otlp", file, "--policy", model, code=2)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,20 @@ class Quantised(Adapted):
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("make_arguments", "why"),
     [
-        ((torch.nn.Linear(2, 2), tokenizer()), "is no transformers model"),
-        ((Adapted(), tokenizer()), "carries adapters"),
-        ((Quantised(), tokenizer()), "is quantised"),
-        ((model(), None), "comes with its tokenizer"),
-        ((7, tokenizer()), "is no transformers model"),
+        (lambda: (torch.nn.Linear(2, 2), tokenizer()), "is no transformers model"),
+        (lambda: (Adapted(), tokenizer()), "carries adapters"),
+        (lambda: (Quantised(), tokenizer()), "is quantised"),
+        (lambda: (model(), None), "comes with its tokenizer"),
+        (lambda: (7, tokenizer()), "is no transformers model"),
     ],
 )
-def test_what_cannot_be_saved_whole_is_refused_with_the_way_to_go(given: Any, why: str) -> None:
+def test_what_cannot_be_saved_whole_is_refused_with_the_way_to_go(
+    make_arguments: Callable[[], tuple[Any, Any]], why: str
+) -> None:
     with pytest.raises(ModelError, match=why):
-        agentrl.GRPO(*given)
+        agentrl.GRPO(*make_arguments())
     with pytest.raises(ConfigError, match="lora_r"):
         agentrl.GRPO(lora_rank_=8)
 

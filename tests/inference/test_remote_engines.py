@@ -447,20 +447,26 @@ def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route
     assert f"{url} answered {path} {NONSENSE}" in said
 
 
-WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Any]] = {
-    "choices": (Completions, {"choices": [1] * 1_000_000}),
-    "token ids": (Completions, {"choices": [{"token_ids": ["x"] * 1_000_000}]}),
-    "the likeliest": (Completions, {"choices": [{"logprobs": {"top_logprobs": [dict.fromkeys(map(str, range(1_000_000)))]}}]}),
-    "models": (Cards, {"data": [1] * 1_000_000}),
-    "tokens": (Tokens, {"tokens": ["x"] * 1_000_000}),
-    "a turn": (LlamaTurn, {"tokens": ["x"] * 1_000_000}),
-    "probabilities": (LlamaTurn, {"completion_probabilities": [1] * 1_000_000}),
-    "a large value": (Tokens, {"tokens": {number: [number] for number in range(1_000_000)}}),
+WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Callable[[], Any]]] = {
+    "choices": (Completions, lambda: {"choices": [1] * 1_000_000}),
+    "token ids": (Completions, lambda: {"choices": [{"token_ids": ["x"] * 1_000_000}]}),
+    "the likeliest": (
+        Completions,
+        lambda: {"choices": [{"logprobs": {"top_logprobs": [dict.fromkeys(map(str, range(1_000_000)))]}}]},
+    ),
+    "models": (Cards, lambda: {"data": [1] * 1_000_000}),
+    "tokens": (Tokens, lambda: {"tokens": ["x"] * 1_000_000}),
+    "a turn": (LlamaTurn, lambda: {"tokens": ["x"] * 1_000_000}),
+    "probabilities": (LlamaTurn, lambda: {"completion_probabilities": [1] * 1_000_000}),
+    "a large value": (Tokens, lambda: {"tokens": {number: [number] for number in range(1_000_000)}}),
 }
 
 
-@pytest.mark.parametrize(("shape", "found"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
-def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(shape: type[Answer], found: Any) -> None:
+@pytest.mark.parametrize(("shape", "make_answer"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
+def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(
+    shape: type[Answer], make_answer: Callable[[], Any]
+) -> None:
+    found = make_answer()
     before = time.process_time()
     with pytest.raises(InfraError, match=NONSENSE) as told:
         responses.read(shape, found, "http://host", "/path")
