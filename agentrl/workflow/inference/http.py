@@ -2,6 +2,8 @@
 
 import json
 import time
+from functools import cache
+from ssl import SSLContext
 from typing import Any, Literal
 
 import httpx2
@@ -31,6 +33,12 @@ class RequestRefused(ModelError):
         self.said = said
 
 
+@cache
+def _tls_context() -> SSLContext:
+    """Read the certificates of trusted authorities, once for all connections of this process."""
+    return httpx2.create_ssl_context()
+
+
 class Connection:
     """A server's URL and the connections that are kept to it.
 
@@ -55,6 +63,7 @@ class Connection:
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
+            verify=_tls_context(),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
         )
 
