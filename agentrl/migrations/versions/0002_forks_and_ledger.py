@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0002"
 down_revision = "0001"
 branch_labels = None
@@ -13,16 +15,16 @@ ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 def upgrade() -> None:
     """Adds them."""
-    with op.batch_alter_table("runs") as runs:
+    with alter_table("runs") as runs:
         runs.drop_constraint(op.f("ck_runs_kind"), type_="check")
         runs.create_check_constraint(op.f("ck_runs_kind"), "kind IN ('train', 'eval', 'fork')")
         runs.add_column(sa.Column("reward_set", sa.String(length=64), server_default="default", nullable=False))
-    with op.batch_alter_table("groups") as groups:
+    with alter_table("groups") as groups:
         groups.add_column(sa.Column("opening", sa.JSON(), nullable=True))
-    with op.batch_alter_table("episodes") as episodes:
+    with alter_table("episodes") as episodes:
         episodes.add_column(sa.Column("inherited_steps", sa.Integer(), server_default="0", nullable=False))
         episodes.create_index(op.f("ix_episodes_parent_id"), ["parent_id"])
-    with op.batch_alter_table("policies") as policies:
+    with alter_table("policies") as policies:
         policies.add_column(sa.Column("collected_at", sa.DateTime(timezone=True), nullable=True))
         policies.add_column(sa.Column("broken", sa.Text(), server_default="", nullable=False))
     op.create_table(
@@ -50,11 +52,11 @@ def upgrade() -> None:
 
 
 def _add_run_name(name: str) -> None:
-    with op.batch_alter_table(name) as table:
+    with alter_table(name) as table:
         table.add_column(sa.Column("run", sa.String(length=64), nullable=True))
     mine = "SELECT r.name FROM episodes e JOIN runs r ON r.id = e.run_id WHERE e.id = episode_id"
     op.execute(f"UPDATE {name} SET run = ({mine})")
-    with op.batch_alter_table(name) as table:
+    with alter_table(name) as table:
         table.alter_column("run", existing_type=sa.String(length=64), nullable=False)
     op.create_index(f"ix_{name}_run", name, ["run", "id"])
 
@@ -63,21 +65,21 @@ def downgrade() -> None:
     """Removes them; a fork run becomes what comes nearest to it there, an evaluation."""
     for name in ("steps", "tool_calls", "rewards"):
         op.drop_index(f"ix_{name}_run", name)
-        with op.batch_alter_table(name) as table:
+        with alter_table(name) as table:
             table.drop_column("run")
     op.drop_index("ix_episodes_run", "episodes")
     op.drop_table("iteration_groups")
     op.drop_table("run_groups")
-    with op.batch_alter_table("policies") as policies:
+    with alter_table("policies") as policies:
         policies.drop_column("broken")
         policies.drop_column("collected_at")
-    with op.batch_alter_table("episodes") as episodes:
+    with alter_table("episodes") as episodes:
         episodes.drop_index(op.f("ix_episodes_parent_id"))
         episodes.drop_column("inherited_steps")
-    with op.batch_alter_table("groups") as groups:
+    with alter_table("groups") as groups:
         groups.drop_column("opening")
     op.execute("UPDATE runs SET kind = 'eval' WHERE kind = 'fork'")
-    with op.batch_alter_table("runs") as runs:
+    with alter_table("runs") as runs:
         runs.drop_column("reward_set")
         runs.drop_constraint(op.f("ck_runs_kind"), type_="check")
         runs.create_check_constraint(op.f("ck_runs_kind"), "kind IN ('train', 'eval')")

@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0003"
 down_revision = "0002"
 branch_labels = None
@@ -19,6 +21,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Removes them."""
-    with op.batch_alter_table("updates") as updates:
+    with alter_table("updates") as updates:
         for name in COLUMNS:
             updates.drop_column(name)

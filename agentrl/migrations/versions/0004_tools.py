@@ -8,6 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0004"
 down_revision = "0003"
 branch_labels = None
@@ -24,7 +26,7 @@ SEEN: dict[str, sa.types.TypeEngine[Any]] = {
 
 def upgrade() -> None:
     """Adds them. A call that has run was sent once, as far as is known."""
-    with op.batch_alter_table("tool_calls") as calls:
+    with alter_table("tool_calls") as calls:
         calls.add_column(sa.Column("kind", sa.String(length=8), server_default="call", nullable=False))
         calls.create_check_constraint(op.f("ck_tool_calls_kind"), "kind IN ('call', 'grade')")
         calls.add_column(sa.Column("sends", sa.Integer(), server_default="0", nullable=False))
@@ -52,7 +54,7 @@ def downgrade() -> None:
     """Removes them, and the calls that the model did not make."""
     op.drop_table("tool_sessions")
     op.execute("DELETE FROM tool_calls WHERE kind <> 'call'")
-    with op.batch_alter_table("tool_calls") as calls:
+    with alter_table("tool_calls") as calls:
         calls.drop_constraint(op.f("ck_tool_calls_sandbox_saw_exit"), type_="check")
         for name in ("sends", *SEEN):
             calls.drop_column(name)

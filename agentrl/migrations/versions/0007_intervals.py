@@ -1,7 +1,8 @@
 """Whose interval an evaluation has: Wilson's or Student's (`evals.interval_by`). Of older ones nothing tells."""
 
 import sqlalchemy as sa
-from alembic import op
+
+from agentrl.migrations.alteration import alter_table
 
 revision = "0007"
 down_revision = "0006"
@@ -11,11 +12,11 @@ depends_on = None
 
 def upgrade() -> None:
     """Adds it."""
-    with op.batch_alter_table("evals") as evals:
+    with alter_table("evals") as evals:
         evals.add_column(sa.Column("interval_by", sa.String(length=16), nullable=True))
 
 
 def downgrade() -> None:
     """Removes it."""
-    with op.batch_alter_table("evals") as evals:
+    with alter_table("evals") as evals:
         evals.drop_column("interval_by")

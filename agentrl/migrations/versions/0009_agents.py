@@ -8,6 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0009"
 down_revision = "0008"
 branch_labels = None
@@ -71,7 +73,7 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_agent_attempts_run"), "agent_attempts", ["run", "id"])
     for table, kinds in KINDS.items():
-        with op.batch_alter_table(table) as altered:
+        with alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
             altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({kinds}, {MORE_KINDS[table]})")
             if table == "runs":
@@ -81,7 +83,7 @@ def upgrade() -> None:
             if table == "tool_calls":
                 altered.drop_constraint(op.f("ck_tool_calls_status"), type_="check")
                 altered.create_check_constraint(op.f("ck_tool_calls_status"), f"status IN ({CALL_STATUS}, 'unobserved')")
-    with op.batch_alter_table("steps") as steps:
+    with alter_table("steps") as steps:
         for name, (kind, default) in STEP_COLUMNS.items():
             steps.add_column(sa.Column(name, kind, server_default=default, nullable=default is None))
         steps.create_foreign_key(op.f("fk_steps_options_id"), "request_options", ["options_id"], ["id"])
@@ -106,13 +108,13 @@ def downgrade() -> None:
         op.execute(f"UPDATE {table} SET kind = 'eval' WHERE kind = 'serve'")
     op.execute("DELETE FROM tool_calls WHERE kind = 'agent' AND result IS NULL")
     op.execute("UPDATE tool_calls SET kind = 'call' WHERE kind = 'agent'")
-    with op.batch_alter_table("steps") as steps:
+    with alter_table("steps") as steps:
         steps.drop_constraint(op.f("uq_steps_episode_id_attempt_request_id"), type_="unique")
         steps.drop_constraint(op.f("fk_steps_options_id"), type_="foreignkey")
         for name in reversed(STEP_COLUMNS):
             steps.drop_column(name)
     for table, kinds in KINDS.items():
-        with op.batch_alter_table(table) as altered:
+        with alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
             altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({kinds})")
             if table == "runs":

@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0010"
 down_revision = "0009"
 branch_labels = None
@@ -40,6 +42,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Removes them."""
-    with op.batch_alter_table("tool_calls") as calls:
+    with alter_table("tool_calls") as calls:
         calls.drop_column("annotations")
     op.drop_table("annotations")

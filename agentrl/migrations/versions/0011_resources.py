@@ -6,6 +6,8 @@ And runs of the kind `import`, whose episodes were sampled elsewhere.
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0011"
 down_revision = "0010"
 branch_labels = None
@@ -58,10 +60,10 @@ def upgrade() -> None:
         sa.UniqueConstraint("run_id", "key", name=op.f("uq_critic_calls_run_id_key")),
     )
     for table in ("runs", "groups"):
-        with op.batch_alter_table(table) as altered:
+        with alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
             altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({KINDS}, 'search', 'import')")
-    with op.batch_alter_table("run_tasks") as tasks:
+    with alter_table("run_tasks") as tasks:
         tasks.add_column(sa.Column("role", sa.String(length=8), server_default="train", nullable=False))
         tasks.create_check_constraint(op.f("ck_run_tasks_role"), "role IN ('train', 'choose', 'held_out')")
 
@@ -74,10 +76,10 @@ def downgrade() -> None:
     op.execute("UPDATE runs SET status = 'cancelled' WHERE status NOT IN ('done', 'failed', 'cancelled') AND kind = 'search'")
     for table in ("groups", "runs"):
         op.execute(f"UPDATE {table} SET kind = 'eval' WHERE kind IN ('search', 'import')")
-        with op.batch_alter_table(table) as altered:
+        with alter_table(table) as altered:
             altered.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
             altered.create_check_constraint(op.f(f"ck_{table}_kind"), f"kind IN ({KINDS})")
-    with op.batch_alter_table("run_tasks") as tasks:
+    with alter_table("run_tasks") as tasks:
         tasks.drop_constraint(op.f("ck_run_tasks_role"), type_="check")
         tasks.drop_column("role")
     for table in ("critic_calls", "group_resources", "resources"):

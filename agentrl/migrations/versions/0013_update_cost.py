@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0013"
 down_revision = "0012"
 branch_labels = None
@@ -19,6 +21,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Removes them."""
-    with op.batch_alter_table("iterations") as iterations:
+    with alter_table("iterations") as iterations:
         for name in COLUMNS:
             iterations.drop_column(name)

@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0014"
 down_revision = "0013"
 branch_labels = None
@@ -13,7 +15,7 @@ REASON = "begun by an older agentrl"
 
 def upgrade() -> None:
     """Renames the column; new runs name their format, so it has no default."""
-    with op.batch_alter_table("runs") as runs:
+    with alter_table("runs") as runs:
         runs.alter_column("key_scheme", new_column_name="format", existing_type=sa.Integer(), server_default=None)
     running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
     op.execute(running.bindparams(reason=REASON))
@@ -21,5 +23,5 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Renames it back. Older code then treats runs of a newer format as its own."""
-    with op.batch_alter_table("runs") as runs:
+    with alter_table("runs") as runs:
         runs.alter_column("format", new_column_name="key_scheme", existing_type=sa.Integer(), server_default="1")

@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from agentrl.migrations.alteration import alter_table
+
 revision = "0016"
 down_revision = "0015"
 branch_labels = None
@@ -16,5 +18,5 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Removes it."""
-    with op.batch_alter_table("tool_calls") as calls:
+    with alter_table("tool_calls") as calls:
         calls.drop_column("loose")
