@@ -43,7 +43,7 @@ _numbers = count()
 
 # No deadline: a busy machine makes any example slow, and pytest's own timeout ends what never ends.
 # The same examples in each run, so that a failure is the change's; `make test-explore` draws fresh ones.
-hypothesis_settings.register_profile("agentrl", deadline=None, derandomize=True)
+hypothesis_settings.register_profile("agentrl", deadline=None, derandomize=True, max_examples=50)
 hypothesis_settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis_settings.load_profile("agentrl")
 
