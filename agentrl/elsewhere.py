@@ -76,7 +76,6 @@ OPTIONS = {
     "gradient_model": _CRITIC,
     "initial_resources": 'write resources={"prompt": "... {question}"}, texts by their names',
     "llm_proxy": f"leave it out: fit starts the endpoint, and {_ENDPOINT}",
-    "max_tasks": "write max_samples, of the dataset",
     "n_workers": "write n_runners=8",
     "port": "leave it out: the endpoint takes a free one, or AGENTRL_ENDPOINT_PORT",
     "runner": _NO_RUNNER,

@@ -3,7 +3,7 @@
     with agentrl.open_policy("tiny", max_new_tokens=32) as policy:
         worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
         for _ in range(10):
-            trainer.update(worker.run_episodes(tasks, samples=8))
+            trainer.update(worker.run_episodes(tasks, group_size=8))
         trainer.save("better")
 
 The same policy, template, tools, rewards and update as a run's, without its rows: nothing is resumed or sent, and what is kept
@@ -82,13 +82,13 @@ class RolloutWorker:
         """
         return self._run(task_of(task), next(self._numbers))
 
-    def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", samples: int = 1) -> list[Episode]:
+    def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", group_size: int = 1) -> list[Episode]:
         """So many episodes of each task, sampled together; in the order of the tasks.
 
         Raises:
             As `run_episode`.
         """
-        wanted = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(samples)]
+        wanted = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(group_size)]
         with ThreadPoolExecutor(max(1, min(len(wanted), AT_ONCE))) as pool:
             return list(pool.map(lambda each: self._run(*each), wanted))
 

@@ -82,7 +82,7 @@ class Trial:
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MOST_TASKS:
             raise ConfigError(
-                f"dev is for trying, with at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_samples=3."
+                f"dev is for trying, with at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_tasks=3."
             )
         with ExitStack() as stack:
             policy = stack.enter_context(open_policy(self.config, seed=self.config.seed))

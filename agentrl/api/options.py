@@ -9,7 +9,7 @@ from agentrl import elsewhere
 from agentrl.api.given_rows import plain
 from agentrl.workflow.config import KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
-from agentrl.workflow.resolve import FLAGS, read_yaml
+from agentrl.workflow.resolve import FLAGS, OTHER_NAMES, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +23,8 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
     for key in KEYS:
         leaves.setdefault(key.rpartition(".")[2], []).append(key)
     found: dict[str, Any] = {}
-    for name, value in options.items():
+    for given, value in options.items():
+        name = given if isinstance(value, Mapping) else OTHER_NAMES.get(given, given)
         if name in KEYS:
             found[name] = value
         elif name in sections and isinstance(value, Mapping):

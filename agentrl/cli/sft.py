@@ -58,8 +58,9 @@ def sft(
             "--epochs", "--num-epochs", min=1, help="Passes over the demonstrations, instead of --steps.", show_default=False
         ),
     ] = None,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Only the first N tasks of the dataset.", show_default=False)
+    max_tasks: Annotated[
+        int | None,
+        typer.Option("--max-tasks", "--max-samples", min=1, help="Only the first N tasks of the dataset.", show_default=False),
     ] = None,
     lora_r: Annotated[
         int | None,
@@ -138,9 +139,9 @@ def sft(
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
     words = {"tool_format": tool_format, "chat_template": chat_template}
     how = _LearningOptions(
-        asked, epochs, max_samples, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code
+        asked, epochs, max_tasks, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code
     )
-    of_dataset = {"--dataset": dataset, "--model": model, "--max-samples": max_samples, "--held-out": held_out or None}
+    of_dataset = {"--dataset": dataset, "--model": model, "--max-tasks": max_tasks, "--held-out": held_out or None}
     if not from_episodes:
         refuse_options(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _held_out_share(held_out)
@@ -162,7 +163,7 @@ class _LearningOptions:
 
     asked: Mapping[str, Any]
     epochs: int | None
-    max_samples: int | None
+    max_tasks: int | None
     parts: Mapping[str, Any]
     words: Mapping[str, Any]
     lora: str
@@ -209,7 +210,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
-    found = read_demonstrations(Path(dataset), how.max_samples) if dataset.endswith(".jsonl") else find("datasets", dataset)
+    found = read_demonstrations(Path(dataset), how.max_tasks) if dataset.endswith(".jsonl") else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
@@ -222,7 +223,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
     start = Start(config, policy, manifest=manifest) if policy else None
     learn = partial(fine_tune, found, path, target, recipe=_build_recipe(path, how, config), start=start, config=config)
-    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_samples=how.max_samples, **place.writing_options))
+    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_tasks=how.max_tasks, **place.writing_options))
     if config.load_in_4bit or config.load_in_8bit:
         say(DEQUANTISED_NOTE)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)

@@ -1,5 +1,6 @@
 """`agentrl submit`: turns flags into a RunConfig, writes the run, sends its first chord. Starts a stack if none runs."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -103,7 +104,7 @@ def submit(
     max_new_tokens: Annotated[int | None, _flag_option("max_new_tokens")] = None,
     max_steps: Annotated[int | None, _flag_option("max_steps")] = None,
     max_staleness: Annotated[int | None, _flag_option("max_staleness")] = None,
-    max_samples: Annotated[int | None, _flag_option("max_samples")] = None,
+    max_tasks: Annotated[int | None, _flag_option("max_tasks", "--max-tasks", "--max-samples")] = None,
     temperature: Annotated[float | None, _flag_option("temperature")] = None,
     learning_rate: Annotated[float | None, _flag_option("learning_rate")] = None,
     lora: Annotated[str | None, _flag_option("lora")] = None,
@@ -301,9 +302,16 @@ def _describe_origin(origin: dict[str, Any]) -> str:
     return f"{origin['run']}@{origin['version']}{', merged' if origin['lora'] == 'new' else ''}"
 
 
-def _describe_evaluation(evaluation: Any, every: int) -> str:
+def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
+    """The held-out tasks, and what measuring the first, every Nth and the last version costs; empty if nothing is measured."""
+    evaluation = submission.evaluation
+    if evaluation is None or every is None:
+        return {}
+    times, each = 1 + math.ceil(submission.iterations / every), len(evaluation.tasks) * evaluation.group_size
     tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
-    return f"every {every} versions: {tasks} x {evaluation.group_size}"
+    return {
+        "held_out": f"every {every} versions: {tasks} x {evaluation.group_size}; {times} x {each} = {times * each} episodes"
+    }
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
@@ -369,7 +377,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         **({} if submission.kind == "search" else {"epochs": submission.passes, "iterations": submission.iterations}),
         "group_size": submission.group_size,
-        **({"held_out": _describe_evaluation(submission.evaluation, config.eval.every)} if submission.evaluation else {}),
+        **_describe_evaluations(submission, config.eval.every),
         **_describe_roles(submission),
         "episodes": planned or ("as many as the search takes" if submission.kind == "search" else "stored"),
         **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),

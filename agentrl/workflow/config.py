@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -70,7 +71,9 @@ class DatasetConfig(Section):
 
     name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
     split: str = Field("train", description="train, test, or another that the dataset has")
-    max_samples: int | None = Field(None, ge=1, le=MOST, description="Only the first N tasks")
+    max_tasks: int | None = Field(
+        None, ge=1, le=MOST, description="Only the first N tasks", validation_alias=AliasChoices("max_tasks", "max_samples")
+    )
     skip_bad_rows: bool = Field(False, description="Leave malformed rows of a .jsonl file out, and say which")
 
 
@@ -285,7 +288,13 @@ class SearchConfig(Section):
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
     critic_tokens: int = Field(2048, ge=1, le=131_072, description="The most tokens that it may answer with")
     critic_temperature: float = Field(1.0, ge=0, le=10, description="Its sampling temperature")
-    samples: int = Field(1, ge=1, le=1024, description="Episodes for each task and each candidate")
+    group_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Episodes for each task and each candidate",
+        validation_alias=AliasChoices("group_size", "samples"),
+    )
     choose_tasks: int = Field(16, ge=1, le=4096, description="Tasks by which candidates are chosen")
     held_out_tasks: int = Field(32, ge=2, le=4096, description="Tasks that no choice reads, for the gain that is reported")
     batch_tasks: int | None = Field(None, ge=1, le=1024, description="Tasks that the critic is shown at once")
@@ -306,7 +315,9 @@ class EvalConfig(Section):
     dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
     split: str = Field("test", description="Their split")
     tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
-    samples: int = Field(1, ge=1, le=1024, description="Episodes for each of them")
+    group_size: int = Field(
+        1, ge=1, le=1024, description="Episodes for each of them", validation_alias=AliasChoices("group_size", "samples")
+    )
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:

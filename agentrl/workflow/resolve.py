@@ -21,8 +21,16 @@ MISSPELT = 0.85
 LARGEST_FILE = 1 << 20
 """The most bytes of a config file."""
 MOST_DIGITS = 100
-SHORT = {"agent": "agent.name"}
-"""A section that is given as one text -> the key that the text is."""
+OTHER_NAMES = {
+    "agent": "agent.name",
+    "dataset.max_samples": "dataset.max_tasks",
+    "eval.samples": "eval.group_size",
+    "search.samples": "search.group_size",
+    "max_samples": "max_tasks",
+}
+"""Other names of keys and flags -> the name: a section that is given as one text, and older names."""
+TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
+"""What people may call the number of tasks in a section that has a key `tasks`."""
 FLAGS = {
     "dataset": "dataset.name",
     "split": "dataset.split",
@@ -47,7 +55,7 @@ FLAGS = {
     "max_new_tokens": "rollout.max_new_tokens",
     "max_steps": "rollout.max_steps",
     "max_staleness": "rollout.max_staleness",
-    "max_samples": "dataset.max_samples",
+    "max_tasks": "dataset.max_tasks",
     "temperature": "rollout.temperature",
     "learning_rate": "update.learning_rate",
     "lora": "model.lora",
@@ -91,7 +99,7 @@ def resolve(
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
         ("flag", dict(_parse_assignment(text) for text in assignments)),
     ]
-    layers = [(origin, {SHORT.get(key, key): value for key, value in layer.items()}) for origin, layer in layers]
+    layers = [(origin, {OTHER_NAMES.get(key, key): value for key, value in layer.items()}) for origin, layer in layers]
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     for origin, layer in layers:
@@ -137,7 +145,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
     """
-    found = {SHORT.get(key, key): value for key, value in map(_parse_assignment, texts)}
+    found = {OTHER_NAMES.get(key, key): value for key, value in map(_parse_assignment, texts)}
     for key in found:
         if key not in KEYS:
             raise ConfigError(f"Unknown option {key!r:.100}.", _suggest(key))
@@ -244,6 +252,10 @@ def _suggest(key: str, value: Any = None) -> str:
     section, _, name = key.partition(".")
     if section == "rewards" and value is not None:
         return f"Write --reward {name}={value}, or in a file rewards: {{{name}: {value}}}."
+    if name in TASK_COUNTS and f"{section}.tasks" in KEYS:
+        return f"Did you mean '{section}.tasks'?"
+    if flags := get_close_matches(key, FLAGS, 1, MISSPELT):
+        return f"Did you mean {FLAGS[flags[0]]!r}?"
     sections = {known.partition(".")[0] for known in KEYS if "." in known}
     (key,) = get_close_matches(key, [*KEYS, *sections], 1, MISSPELT) or [key]
     if key in KEYS:

@@ -118,7 +118,7 @@ def main(kills: int) -> int:
     with TemporaryDirectory(prefix="arl-", dir="/tmp") as folder, embedded_stack(Path(folder), idle_seconds="3600") as stack:
         prepare(stack)
         model = str(tiny_random(Path(folder) / "model"))
-        words = [*RUN, "--max-samples", str(4 * kills), "--model", model]
+        words = [*RUN, "--max-tasks", str(4 * kills), "--model", model]
         began, load = time.monotonic(), os.getloadavg()[1]
         stack.agentrl("submit", *words, "--name", "calm", "--detach")
         stack.wait(lambda: _status(stack, "calm") == "done", "calm", 1800)

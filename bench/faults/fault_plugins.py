@@ -129,7 +129,7 @@ def plain(model: Path) -> dict[str, Any]:
         "env": world.tasks.env,
         "hooks": ("bench.faults.world:Chance",),
         "dataset.name": f"{__name__}:tasks",
-        "dataset.max_samples": world.ITERATIONS * world.GROUPS,
+        "dataset.max_tasks": world.ITERATIONS * world.GROUPS,
         "model.path": str(model),
         "rollout.tasks_per_iteration": world.GROUPS,
         "rollout.group_size": world.EPISODES,

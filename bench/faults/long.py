@@ -60,7 +60,7 @@ def config(model: Path, iterations: int, numerics: str) -> RunConfig:
     changed = {
         "env": f"{__name__}:slow",
         "hooks": (*world.config(model, seed=0).hooks, f"{__name__}:AtWork"),
-        "dataset.max_samples": iterations * world.GROUPS,
+        "dataset.max_tasks": iterations * world.GROUPS,
         "model.numerics": numerics,
     }
     return build(world.config(model, seed=0).flat() | changed)

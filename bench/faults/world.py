@@ -150,7 +150,7 @@ def config(model: Path, seed: int, env: str = "world") -> RunConfig:
             "env": f"{__name__}:{'boxed' if env == 'boxed' else 'world'}",
             "hooks": (f"{__name__}:Chance",),
             "dataset.name": f"{__name__}:tasks",
-            "dataset.max_samples": (AGENT_ITERATIONS if env == "agent" else ITERATIONS) * GROUPS,
+            "dataset.max_tasks": (AGENT_ITERATIONS if env == "agent" else ITERATIONS) * GROUPS,
             "model.path": str(model),
             "model.numerics": "exact",
             "rollout.tasks_per_iteration": GROUPS,

@@ -56,7 +56,7 @@ def _row(part: Part, folder: Path) -> Row:
         "1",
         "--wait",
     ]
-    words += ["--engine", "bench.gpu.lossy_engine:lossy", "--max-samples", str(TASKS), "--tasks-per-iteration", str(TASKS)]
+    words += ["--engine", "bench.gpu.lossy_engine:lossy", "--max-tasks", str(TASKS), "--tasks-per-iteration", str(TASKS)]
     words += ["--group-size", str(GROUP_SIZE), "--max-new-tokens", str(TOKENS), "--max-steps", "1"]
     try:
         _agentrl(words, environment, max(1.0, part.left - STOP_SECONDS))

@@ -42,7 +42,7 @@ SMALL = {
     "tasks_per_iteration": 4,
     "max_new_tokens": 8,
     "max_steps": 1,
-    "max_samples": 40,
+    "max_tasks": 40,
     "epochs": 1,
 }
 """Without a GPU."""

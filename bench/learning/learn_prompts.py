@@ -71,7 +71,7 @@ def _ruled(stack: Stack, folder: Path, algorithm: str, mode: str, seed: int) -> 
 def _tiny(stack: Stack, folder: Path, algorithm: str) -> dict[str, Any]:
     """The tiny model, which has learned sums and no English."""
     asked = {
-        "dataset": {"name": "arithmetic", "max_samples": 128},
+        "dataset": {"name": "arithmetic", "max_tasks": 128},
         "model": {"path": "tiny-arithmetic"},
         "rollout": {"max_new_tokens": 32},
         "resources": {"system_prompt": "Add."},

@@ -33,7 +33,7 @@ WHOLE_RUN: dict[str, Any] = {
     "dataset.name": "arithmetic",
     "rollout.tasks_per_iteration": 8,
     "rollout.group_size": 8,
-    "dataset.max_samples": 8,
+    "dataset.max_tasks": 8,
     "rollout.max_new_tokens": 32,
 }
 COLUMNS = (
@@ -66,7 +66,7 @@ def measure() -> Measured:
             ("bench, the first token of a stream", "streamed", bench, 6),
         ):
             with cases.case(f"endpoint, {what}"):
-                rows.append([what, *_row(*_calls(crew, kind, CALLING | model | {"dataset.max_samples": episodes}))])
+                rows.append([what, *_row(*_calls(crew, kind, CALLING | model | {"dataset.max_tasks": episodes}))])
         called = load()
         with cases.case("endpoint, episodes of a run"):
             wide = {"model.path": str(tiny_calling(Path(folder) / "wide", layers=12, width=512)), "model.lora_r": 8}

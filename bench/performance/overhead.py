@@ -68,7 +68,7 @@ def played(crew: Fleet, options: Mapping[str, Any], iterations: int) -> Mapping[
         crew.worker(role)
     for name, count in (("warm", 1), ("counts", iterations)):
         tasks = int(options["rollout.tasks_per_iteration"]) * count
-        crew.submit(name, {**options, "dataset.max_samples": tasks})
+        crew.submit(name, {**options, "dataset.max_tasks": tasks})
         crew.wait_for(name)
     crew.end()
     found: Mapping[str, Any] = json.loads(file.read_text())

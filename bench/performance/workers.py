@@ -62,7 +62,7 @@ def _rate(count: int, model: Path, database: str) -> float:
     where = {"AGENTRL_DATABASE_URL": database} if database else {}
     with fleet(**where) as crew, _rollouts(crew, count):
         for name, groups in (("warm", CONCURRENCY["rollout"] * count), ("counts", GROUPS * count)):
-            tasks = {"dataset.max_samples": groups, "rollout.tasks_per_iteration": groups}
+            tasks = {"dataset.max_tasks": groups, "rollout.tasks_per_iteration": groups}
             name = f"{name}-{count}"
             crew.submit(name, OPTIONS | tasks | {"model.path": str(model)})
             crew.wait(lambda name=name: not _open(crew, name), "rollouts")  # type: ignore[misc]

@@ -46,7 +46,7 @@ def stack(model: Path, module_folder: Path, forks: Nursery, migrated_file: Path)
     `dated`, whose template prints the time.
     """
     with forked_stack(module_folder, forks, migrated_file) as made:
-        asked = ["--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--max-new-tokens", "32"]
+        asked = ["--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL, "--max-new-tokens", "32"]
         limits = ("top_p=0.97", "min_p=0.001", "top_k=200", "stop=</tool_call>")
         ways = {"exact": ["model.numerics=exact"], "limited": [f"rollout.{limit}" for limit in limits]}
         for name, keys in ways.items():

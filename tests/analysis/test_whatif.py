@@ -61,7 +61,7 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory, migrated_file: 
 def submitted(db: Database, model: Path, name: str, **more: Any) -> None:
     asked = {
         "name": name, "epochs": 1, "output_dir": str(settings().root / name), "hooks": ("tests.support.parity_hook:Lucky",),
-        "env": "tests.faults.test_mending:bare", "dataset.name": "arithmetic", "dataset.max_samples": 2 * ITERATIONS,
+        "env": "tests.faults.test_mending:bare", "dataset.name": "arithmetic", "dataset.max_tasks": 2 * ITERATIONS,
         "model.path": str(model), "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4,
         "rollout.max_new_tokens": 6, "rollout.max_steps": 1, "update.learning_rate": 1e-3,
     }  # fmt: skip

@@ -30,7 +30,7 @@ def low(episode: agentrl.Episode) -> float:
 
 def test_an_episode_is_played_to_its_end_with_tools_and_rewards(policy: agentrl.OpenPolicy) -> None:
     worker = agentrl.RolloutWorker(policy, "arithmetic")
-    episodes = worker.run_episodes(TASKS, samples=8)
+    episodes = worker.run_episodes(TASKS, group_size=8)
     assert [episode.task.reference for episode in episodes[::8]] == ["1", "2", "3", "4"]
     assert len({episode.id for episode in episodes}) == 32
     assert len({episode.steps[0].sampled_ids for episode in episodes[:8]}) > 1, "each draws anew"
@@ -56,7 +56,7 @@ def test_updates_make_the_policy_better_and_what_it_became_samples_and_is_saved(
     with agentrl.open_policy(str(folder), max_new_tokens=8, max_steps=1) as policy:
         worker = agentrl.RolloutWorker(policy, "plain", rewards={"low": low})
         trainer = agentrl.GRPOTrainer(policy, learning_rate=0.003)
-        told = [trainer.update(worker.run_episodes(TASKS, samples=16)) for _ in range(7)]
+        told = [trainer.update(worker.run_episodes(TASKS, group_size=16)) for _ in range(7)]
         assert policy.ref.version == 7
         before = sum(each["reward"] for each in told[:2]) / 2
         after = sum(each["reward"] for each in told[-2:]) / 2

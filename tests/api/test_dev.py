@@ -113,7 +113,7 @@ def test_async_agents_classes_and_hooks_are_called_as_they_are(model: str, capsy
 
 
 def test_without_an_agent_the_built_in_loop_is_tried(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    episodes = trainer(model, max_steps=2).dev(train_dataset="arithmetic", max_samples=2)
+    episodes = trainer(model, max_steps=2).dev(train_dataset="arithmetic", max_tasks=2)
     episodes += trainer(model, max_steps=2).dev(agent="arithmetic", train_dataset=ROWS[:1])
     assert [episode.rewards.keys() for episode in episodes] == [{"numeric_answer"}] * 3
     assert capsys.readouterr().out.count("=== task") == 3

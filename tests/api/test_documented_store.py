@@ -17,7 +17,7 @@ def test_the_shown_code_reads_a_real_run_samples_from_its_policy_and_saves_it(sh
     model = tiny_calling(tmp_path / "tiny", layers=4, width=128)
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         run = stack.agentrl(
-            "submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL, "--wait"
+            "submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SMALL, "--wait"
         ).strip()
         (code,) = between(DOCS / "how-to.md", "read a store", "python")
         said = _run(code, stack.environment, tmp_path)

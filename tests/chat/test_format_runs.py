@@ -29,7 +29,7 @@ def stack(module_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[
         learn = ("sft", "--dataset", "arithmetic", "--model", str(base), *LEARN)
         made.agentrl(*learn, "--chat-template", str(file), "--name", "told")
         made.agentrl(*learn, "--tool-format", "pythonic", "--name", "chosen")
-        run = ("submit", "--dataset", "arithmetic", "--max-samples", "4", *SMALL, "--max-new-tokens", "40", "--wait")
+        run = ("submit", "--dataset", "arithmetic", "--max-tasks", "4", *SMALL, "--max-new-tokens", "40", "--wait")
         exact = ("-s", "model.numerics=exact")
         made.agentrl(*run, *exact, "--model", "told", "--chat-template", str(file), "--name", "by-file")
         file.unlink()

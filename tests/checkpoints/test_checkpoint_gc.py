@@ -253,7 +253,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(stack: ForkedStack, model: Path) -> None:
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "12", *SMALL[:-1])
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "12", *SMALL[:-1])
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
     run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
     stack.wait(lambda: at_gate(stack.home, "update"), "two updates")

@@ -116,7 +116,7 @@ def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_sa
     settings.cache_clear()
     for module in ("stack.celery_app", "stack.presence", "requests.requirements"):
         monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
-    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(tiny_random(tmp_path / "model"))]
+    words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(tiny_random(tmp_path / "model"))]
     agent = ("--agent", "tests.workers.test_agent_requests:solve")
     said = agentrl(capsys, *words, *agent, code=4)
     for role in ("rollout", "agents", "endpoint"):

@@ -211,7 +211,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
 
 @pytest.mark.slow
 def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--dataset", "arithmetic", "--max-samples", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
+    flags = ["--dataset", "arithmetic", "--max-tasks", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
     flags += [
         "--model-path",
         str(_small_model(tmp_path)),
@@ -239,7 +239,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
 def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--dataset", "arithmetic", "--max-samples", "4", "--total-epochs", "1", "--tasks-per-iteration", "2"]
+    flags = ["--dataset", "arithmetic", "--max-tasks", "4", "--total-epochs", "1", "--tasks-per-iteration", "2"]
     flags += ["--algorithm", "ppo", "--model-path", str(_small_model(tmp_path)), "--dry-run"]
     never = {"critic": "the policy never trains", "update": "the learning rate never"}
     for length, remarked in ((1, False), (2, True)):
@@ -605,7 +605,7 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     settings.cache_clear()
     for module in ("stack.celery_app", "stack.presence", "requests.requirements"):
         monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
-    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(_small_model(tmp_path))]
+    words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(_small_model(tmp_path))]
     for extra in ([], ["--wait"]):
         complaint = agentrl(capsys, *words, *extra, code=4)
         lines = [line.strip() for line in complaint.splitlines()]
@@ -642,7 +642,7 @@ def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_an
     settings.cache_clear()
     model, started = str(_small_model(tmp_path)), tmp_path / "started"
     monkeypatch.setenv("STARTED", str(started))
-    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", model, "--name", "lost"]
+    words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", model, "--name", "lost"]
     agentrl(capsys, *words, "--eval-every", "1", "--hook", "tests.cli.test_cli:Starting", code=4)
     assert started.read_text() == "lost"
     agentrl(capsys, "eval", "--dataset", "arithmetic", "-n", "2", "--policy", model, code=4)
@@ -676,7 +676,7 @@ def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
         "submit",
         "--dataset",
         "arithmetic",
-        "--max-samples",
+        "--max-tasks",
         "2",
         "--model",
         str(model),
@@ -739,7 +739,7 @@ def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: 
 @pytest.mark.slow
 def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "random"))
-    words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-samples", "4", *SMALL, "--name", "short"]
+    words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-tasks", "4", *SMALL, "--name", "short"]
     assert stack.agentrl(*words, "--wait") == "short\n"
     drawn = ["--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--stop", "é", "--stop", "ü"]
     score = json.loads(stack.agentrl("eval", "--policy", "short@1", "-n", "3", "--group-size", "2", *drawn, "--json"))

@@ -112,7 +112,7 @@ def test_a_program_in_an_environment_of_its_own_is_an_agent(stack: Stack, model:
 
 
 def test_an_agent_is_trained_and_its_record_is_looked_at_like_any_other(stack: Stack, model: Path) -> None:
-    words = ["--dataset", "arithmetic", "--model", str(model), "--epochs", "1", "--max-samples", "4", "--group-size", "2"]
+    words = ["--dataset", "arithmetic", "--model", str(model), "--epochs", "1", "--max-tasks", "4", "--group-size", "2"]
     words += ["--tasks-per-iteration", "2", "--max-new-tokens", "16", "--agent", "examples.openai_agent.agent:solve"]
     assert stack.agentrl("submit", *words, "--name", "outside", "--wait") == "outside\n"
     assert "done" in stack.agentrl("runs")

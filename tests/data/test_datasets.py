@@ -181,7 +181,7 @@ def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) 
 
 def test_arithmetic_answers_score_one_too() -> None:
     arithmetic = find("datasets", "arithmetic")
-    for task in load_tasks(DatasetConfig(name="arithmetic", max_samples=64)).tasks:
+    for task in load_tasks(DatasetConfig(name="arithmetic", max_tasks=64)).tasks:
         episode = episode_of(task, (*task.messages, Message("assistant", task.reference)))
         assert reward_of(arithmetic, episode) == 1.0
 
@@ -337,9 +337,9 @@ def test_a_row_that_is_accepted_can_be_hashed_and_stored(question: str, answer: 
         assert Task("k", row.messages, row.reference, row.metadata).content_hash
 
 
-def test_max_samples_takes_the_first_tasks(tmp_path: Path) -> None:
+def test_max_tasks_takes_the_first_tasks(tmp_path: Path) -> None:
     path = write(tmp_path / "many.jsonl", *({**GOOD, "answer": str(n)} for n in range(5)))
-    assert [task.key for task in load_tasks(DatasetConfig(name=str(path), max_samples=2)).tasks] == ["many/1", "many/2"]
+    assert [task.key for task in load_tasks(DatasetConfig(name=str(path), max_tasks=2)).tasks] == ["many/1", "many/2"]
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

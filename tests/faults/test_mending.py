@@ -106,7 +106,7 @@ def submitted(db: Database, model: Path, out: Path) -> None:
         {
             "name": RUN, "env": f"{__name__}:bare", "epochs": 1, "output_dir": str(out),
             "hooks": ("tests.support.parity_hook:Lucky",),
-            "dataset.name": "arithmetic", "dataset.max_samples": 2 * ITERATIONS, "model.path": str(model),
+            "dataset.name": "arithmetic", "dataset.max_tasks": 2 * ITERATIONS, "model.path": str(model),
             "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4,
             "rollout.max_new_tokens": 6, "rollout.max_steps": 1,
         }
@@ -587,7 +587,7 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
 def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(
     stack: ForkedStack, short_folder: Path, model: Path
 ) -> None:
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL[:-1])
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SMALL[:-1])
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
     run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
     stack.wait(lambda: at_gate(stack.home, "update"), "two updates")

@@ -73,7 +73,7 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
 ) -> None:
     with served(model) as (routes, url):
         sampling_at(stack, url)
-        run = submit(stack, model, "--max-samples", "12", "--wait")
+        run = submit(stack, model, "--max-tasks", "12", "--wait")
         assert run_rows.describe_run(stack.database, run)["status"] == "done"
         said = {(each.model, each.ids, float32(each.logprobs)) for each in routes.sampled}
         found = recorded(stack, routes.name)
@@ -94,7 +94,7 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
 def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: ForkedStack, model: Path) -> None:
     with kept_port() as port:
         sampling_at(stack, f"http://127.0.0.1:{port}")
-        run = submit(stack, model, "--max-samples", "8")
+        run = submit(stack, model, "--max-tasks", "8")
         stack.wait(lambda: "does not answer" in stack.agentrl("events", run), "the server being missed, for all to see")
         held = threading.Event()
 
@@ -129,7 +129,7 @@ def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_c
     with served(model) as (routes, url):
         sampling_at(stack, url)
         routes.spoil = lambda reply: {**reply, "model": "another"}
-        renamed = submit(stack, model, "--max-samples", "4")
+        renamed = submit(stack, model, "--max-tasks", "4")
         stack.wait_for(renamed, "failed")
         assert "'another' answered" in str(run_rows.describe_run(stack.database, renamed)["reason"])
         assert rows(stack, "SELECT count(*) AS n FROM steps")[0].n == 0

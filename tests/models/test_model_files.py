@@ -100,7 +100,7 @@ def test_a_dry_run_refuses_a_model_that_cannot_be_loaded(
     home: Path, tmp_path: Path, breaking: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_random(tmp_path / "model")
-    words = ["submit", "--dataset", "arithmetic", "--max-samples", "2", "--model", str(folder), "--dry-run"]
+    words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(folder), "--dry-run"]
     assert main(words) == 0
     BROKEN[breaking](folder)
     capsys.readouterr()

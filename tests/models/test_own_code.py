@@ -53,7 +53,7 @@ class OwnForCausalLM(Qwen2ForCausalLM):
         return out
 """
 SMALL = (
-    *("--dataset", "arithmetic", "--epochs", "1", "--max-samples", "2", "--tasks-per-iteration", "2", "--group-size", "8"),
+    *("--dataset", "arithmetic", "--epochs", "1", "--max-tasks", "2", "--tasks-per-iteration", "2", "--group-size", "8"),
     *("--max-new-tokens", "4", "--max-steps", "1", "-s", "hooks=[tests.support.parity_hook:Lucky]"),
 )
 IDS = torch.arange(10, 40).view(2, 15)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PICTURES = Path("build/page")
 WIDTHS = (390, 1280, 1920)
 SERIOUS = ("serious", "critical")
-SUBMIT = ("submit", "--dataset", "arithmetic", *SMALL, "--max-samples", "24", "-s", "eval.every=2", "-s", "eval.tasks=8")
+SUBMIT = ("submit", "--dataset", "arithmetic", *SMALL, "--max-tasks", "24", "-s", "eval.every=2", "-s", "eval.tasks=8")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from agentrl.api.options import keys_of
 from agentrl.workflow.config import DESCRIPTIONS, KEYS, RunConfig, Section, build
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import resolve
@@ -63,7 +64,7 @@ def test_a_length_said_twice_or_not_at_all_is_refused(assigned: tuple[str, ...])
 
 
 def test_a_config_survives_its_own_flat_form() -> None:
-    config = build({"hooks": ["a:B"], "dataset.max_samples": 3, "model.lora_r": 0})
+    config = build({"hooks": ["a:B"], "dataset.max_tasks": 3, "model.lora_r": 0})
     assert build(config.flat()) == config
 
 
@@ -78,6 +79,7 @@ def test_a_config_survives_its_own_flat_form() -> None:
         ("datasett", "dataset.name"),
         ("datasett.name", "dataset.name"),
         ("modell", "model.path"),
+        ("eval.max_samples", "eval.tasks"),
     ],
 )
 def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
         {"rollout.stop": {"Observation": None}},
         {"rollout.group_size": 1.5},
         {"update.learning_rate": -1},
-        {"dataset.max_samples": 0},
+        {"dataset.max_tasks": 0},
         {"model.load_in_4bit": True, "model.load_in_8bit": True},
         {"model.load_in_4bit": True, "model.lora_r": 0},
         {"model.numerics": "exact", "model.dtype": "float32"},
@@ -265,6 +267,19 @@ def test_stop_strings_are_one_text_or_several_and_survive_being_stored() -> None
         config, origins = resolve(assignments=(f"rollout.stop={written}", "rollout.top_p=0.9"))
         assert (config.rollout.stop, config.rollout.top_p, origins["rollout.stop"]) == (expected, 0.9, "flag")
         assert build(config.flat()) == RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_older_names_of_keys_still_work_in_files_assignments_and_stored_configs(tmp_path: Path) -> None:
+    older = {"dataset.max_samples": 3, "eval.every": 1, "eval.samples": 2}
+    file = tmp_path / "older.yaml"
+    file.write_text("dataset: {max_samples: 3}\neval: {every: 1, samples: 2}\n")
+    for made in (
+        build(older),
+        resolve(file)[0],
+        resolve(assignments=tuple(f"{key}={value}" for key, value in older.items()))[0],
+    ):
+        assert (made.dataset.max_tasks, made.eval.group_size) == (3, 2)
+    assert keys_of({"max_samples": 3}) == {"dataset.max_tasks": 3}
 
 
 def test_a_section_that_is_named_as_a_key_gets_a_key_of_its_own() -> None:

@@ -35,7 +35,7 @@ def test_reference_problems_names_the_rows_that_cannot_be_scored() -> None:
 
 
 def test_reference_problems_finds_a_wrong_solution(box: None) -> None:
-    task = load_tasks(DatasetConfig(name="code_tiny", max_samples=1)).tasks[0]
+    task = load_tasks(DatasetConfig(name="code_tiny", max_tasks=1)).tasks[0]
     wrong = Task(task.key, task.messages, "def f(x, y): return None", task.metadata)
     assert reference_problems([task, wrong], ["tests_passed"]) == [f"{task.key}: tests_passed: its own reference earns 0"]
 
@@ -62,7 +62,7 @@ def test_math_answer_reads_references_with_a_dollar_sign(held: None) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names("datasets") if name not in ("code", "jsonl", "gsm8k", "echo")])
 def test_shipped_datasets_references_earn_full_marks(box: None, name: str) -> None:
-    loaded = load_tasks(DatasetConfig(name=name, max_samples=4))
+    loaded = load_tasks(DatasetConfig(name=name, max_tasks=4))
     rewards = comparing_rewards(find("envs", loaded.env).rewards)
     assert rewards
     assert reference_problems(loaded.tasks, rewards) == []

@@ -322,7 +322,7 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
         {"search.max_rollouts": 9},
         "search.max_rollouts does nothing with apo. It takes search.batch",
     ),
-    "a group's size": ({"rollout.group_size": 4}, "rollout.group_size does nothing with apo. Set search.samples"),
+    "a group's size": ({"rollout.group_size": 4}, "rollout.group_size does nothing with apo. Set search.group_size"),
     "a length": ({"iterations": 4}, "apo decides itself how long it takes"),
     "a clip": ({"algorithm.clip_low": 0.1}, "Of algorithm.* only the name is read by apo"),
     "rounds of what has none": (
@@ -346,8 +346,8 @@ def test_an_option_that_a_search_does_not_read_is_refused(name: str) -> None:
 
 def test_a_gradient_reads_no_option_of_a_search_and_a_search_has_its_defaults() -> None:
     with pytest.raises(ConfigError, match=r"search.\* does nothing with grpo"):
-        settle_run(build({"search.samples": 2}))
-    made = settle_search(build({"algorithm.name": "gepa", "search.samples": 2}))
+        settle_run(build({"search.group_size": 2}))
+    made = settle_search(build({"algorithm.name": "gepa", "search.group_size": 2}))
     assert (made.search.max_rollouts, made.search.batch_tasks, made.search.rounds, made.rollout.group_size) == (300, 3, None, 2)
     assert made.epochs == 1
     assert settle_search(made) == made

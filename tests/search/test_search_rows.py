@@ -154,7 +154,7 @@ def test_named_held_out_tasks_are_taken_from_the_others() -> None:
     from agentrl.workflow.config import DatasetConfig
     from agentrl.workflow.datasets import load_tasks
 
-    tasks = load_tasks(DatasetConfig(name="arithmetic", max_samples=30)).tasks
+    tasks = load_tasks(DatasetConfig(name="arithmetic", max_tasks=30)).tasks
     named = {
         "eval.every": 1,
         "eval.dataset": "arithmetic",

@@ -130,7 +130,7 @@ def test_gepa_and_fast_run_through_the_same_queues_and_the_built_in_loop_reads_i
     assert value(stack.database, "SELECT count(*) FROM v_resources WHERE run = 'gepa' AND chosen AND version > 0") == 1
     texts = {"system_prompt": "Add the numbers.", "tool:calculator": "Adds what it is given."}
     own = {"algorithm": {"name": "fast"}, "agent": None, "search": {}, "env": "arithmetic", "resources": texts}
-    own |= {"dataset": {"name": "arithmetic", "max_samples": 4}, "rollout": {"max_new_tokens": 8}}
+    own |= {"dataset": {"name": "arithmetic", "max_tasks": 4}, "rollout": {"max_new_tokens": 8}}
     asked = config(short_folder, "fast", **{**own, "agent": {}})
     stack.agentrl("submit", "--config", asked, "--wait")
     assert value(stack.database, "SELECT count(*) FROM v_episodes WHERE run = 'fast' AND status = 'done'") == 4

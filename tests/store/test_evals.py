@@ -694,7 +694,7 @@ def test_an_option_of_evaluations_is_refused_where_none_is_made(key: str) -> Non
 
 def asked(model: Path, **keys: Any) -> RunConfig:
     """A run on 4 tasks of arithmetic."""
-    known = {"dataset.name": "arithmetic", "dataset.max_samples": 4, "model.path": str(model)}
+    known = {"dataset.name": "arithmetic", "dataset.max_tasks": 4, "model.path": str(model)}
     return build({**known, **{key.replace("__", "."): value for key, value in keys.items()}})
 
 
@@ -730,7 +730,7 @@ def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_writte
 
 @pytest.mark.slow
 def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: ForkedStack, model: Path) -> None:
-    words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--eval-every", "1", "-s", "eval.tasks=6")
+    words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--eval-every", "1", "-s", "eval.tasks=6")
     run = stack.agentrl(
         "submit", *words, *SMALL, "-s", "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:InEvaluation]"
     ).strip()
@@ -774,7 +774,7 @@ def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(s
 
 @pytest.mark.slow
 def test_a_run_that_measures_itself_learns_bit_for_bit_what_it_learns_unmeasured(stack: ForkedStack, model: Path) -> None:
-    words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "-s", "model.numerics=exact", *SMALL)
+    words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "-s", "model.numerics=exact", *SMALL)
     measuring = ("--eval-every", "1", "-s", "eval.tasks=4")
     stack.agentrl("submit", *words, "--name", "measured", *measuring, "--wait")
     stack.agentrl("submit", *words, "--name", "unmeasured", "--wait")

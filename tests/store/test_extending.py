@@ -202,7 +202,7 @@ def submitted(db: Database, model: Path, **more: Any) -> None:
     config = build(
         {
             "name": "first", "env": "tests.faults.test_mending:bare", **more, "output_dir": str(settings().root / "out"),
-            "hooks": ("tests.support.parity_hook:Lucky",), "dataset.name": "arithmetic", "dataset.max_samples": 4,
+            "hooks": ("tests.support.parity_hook:Lucky",), "dataset.name": "arithmetic", "dataset.max_tasks": 4,
             "model.path": str(model),
             "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 6,
             "rollout.max_steps": 1, "update.warmup": 3, "algorithm.kl_coef": 0.05, "algorithm.kl_target": 0.01,

@@ -51,7 +51,7 @@ def asked(model: Path) -> tuple[str, ...]:
     """Flags of the run."""
     return (
         "--dataset", "bench.faults.world:tasks", "--env", "bench.faults.world:world", "--model", str(model), "--epochs", "1",
-        "--max-samples", "4", "--tasks-per-iteration", "2", "--group-size", "2", "--max-steps", "2", "--max-new-tokens", "24",
+        "--max-tasks", "4", "--tasks-per-iteration", "2", "--group-size", "2", "--max-steps", "2", "--max-new-tokens", "24",
         "-s", "hooks=[bench.faults.world:Chance]",
     )  # fmt: skip
 
@@ -327,7 +327,7 @@ def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_c
     own = short_folder / "own"
     own.mkdir()
     monkeypatch.syspath_prepend(str(own))
-    flags = (*asked(world_model), "--max-samples", "2", "--reward", "edited_rewards:mine", "--wait")
+    flags = (*asked(world_model), "--max-tasks", "2", "--reward", "edited_rewards:mine", "--wait")
     first = None
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         stack.environment["PYTHONPATH"] = os.pathsep.join([str(own), os.environ.get("PYTHONPATH", "")])

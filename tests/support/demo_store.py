@@ -33,7 +33,7 @@ ELSEWHERE = "/demo"
 """What stands for the folder in which the runs were made."""
 SFT = ("sft", "--dataset", "arithmetic", "--model", "tiny", "--steps", "200")
 RUN = (
-    *("submit", "--dataset", "arithmetic", "--model", "tiny", "--max-samples", "24", "--group-size", "6"),
+    *("submit", "--dataset", "arithmetic", "--model", "tiny", "--max-tasks", "24", "--group-size", "6"),
     *("--tasks-per-iteration", "6", "--learning-rate", "4e-4", "-s", "update.decay=cosine", "--hook", "demo_hook:Remarks"),
 )
 GRPO = (*RUN, "--name", "demo", "--iterations", "20", "--eval-every", "5", "-s", "eval.tasks=32", "--wait")

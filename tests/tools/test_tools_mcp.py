@@ -268,7 +268,7 @@ def test_what_no_model_can_be_told_of_a_tool_is_refused(description: str, parame
 def asked(tmp_path: Path, *names: str) -> RunConfig:
     """A run on one task with these tools beside the calculator."""
     model = str(tiny_random(tmp_path / "model"))
-    values = {"dataset.name": "arithmetic", "dataset.max_samples": 1, "model.path": model, "rollout.group_size": 2}
+    values = {"dataset.name": "arithmetic", "dataset.max_tasks": 1, "model.path": model, "rollout.group_size": 2}
     return build({**values, "rollout.tasks_per_iteration": 1, "rollout.max_new_tokens": 200, "tools": names})
 
 

@@ -26,7 +26,7 @@ from tests.support.typed import agentrl
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 SMALL = (
-    *("--dataset", "arithmetic", "--epochs", "1", "--max-samples", "2", "--tasks-per-iteration", "2", "--group-size", "8"),
+    *("--dataset", "arithmetic", "--epochs", "1", "--max-tasks", "2", "--tasks-per-iteration", "2", "--group-size", "8"),
     *("--max-new-tokens", "4", "--max-steps", "1", "--learning-rate", "1e-9", "-s", "hooks=[tests.support.parity_hook:Lucky]"),
 )
 """A run of one iteration that hardly moves."""

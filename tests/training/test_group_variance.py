@@ -280,7 +280,7 @@ def submitted(db: Database, model: Path) -> None:
     config = build(
         {
             "name": "first", "env": "tests.faults.test_mending:bare", "epochs": 1, "output_dir": str(settings().root / "out"),
-            "hooks": (f"{__name__}:Chosen",), "dataset.name": "arithmetic", "dataset.max_samples": 8, "model.path": str(model),
+            "hooks": (f"{__name__}:Chosen",), "dataset.name": "arithmetic", "dataset.max_tasks": 8, "model.path": str(model),
             "model.numerics": "exact", "rollout.tasks_per_iteration": 2, "rollout.dynamic_sampling": 2,
             "rollout.group_size": 4, "rollout.max_new_tokens": 6, "rollout.max_steps": 1,
         }

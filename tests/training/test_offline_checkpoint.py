@@ -60,8 +60,8 @@ def trainings(base: Path) -> dict[str, Training]:
     held = replace(RECIPE, held_out=0.2)
     start = start_of(base, 4)
     return {
-        "demonstrations": partial(sft, arithmetic, str(base), recipe=held, max_samples=20, config=config),
-        "tiny": partial(sft, arithmetic, "tiny", recipe=RECIPE, max_samples=20),
+        "demonstrations": partial(sft, arithmetic, str(base), recipe=held, max_tasks=20, config=config),
+        "tiny": partial(sft, arithmetic, "tiny", recipe=RECIPE, max_tasks=20),
         "episodes": partial(sft_on_episodes, EPISODES, start, recipe=RECIPE),
         "pairs": partial(dpo, PAIRS, start, recipe=RECIPE),
     }
@@ -79,7 +79,7 @@ def interrupted(training: Training, target: Path, at: int = 5) -> None:
 
 def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_first_start(tmp_path: Path) -> None:
     config = ModelConfig(chat_template=DATED)
-    training = partial(sft, arithmetic, "tiny", recipe=RECIPE, max_samples=20, config=config)
+    training = partial(sft, arithmetic, "tiny", recipe=RECIPE, max_tasks=20, config=config)
     target = tmp_path / "model"
     interrupted(training, target)
     first = rendering_clock(target)

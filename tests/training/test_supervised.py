@@ -112,7 +112,7 @@ def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_ou
 
 def test_so_many_epochs_pass_over_all_samples_so_often(tmp_path: Path) -> None:
     told = Told()
-    made = sft(arithmetic, "tiny", tmp_path / "a", recipe=SHORT, epochs=3, max_samples=20, device="cpu", progress=told)
+    made = sft(arithmetic, "tiny", tmp_path / "a", recipe=SHORT, epochs=3, max_tasks=20, device="cpu", progress=told)
     assert (made.recipe.steps, len(told.metrics), made.examples) == (9, 9, 20)  # 20 in batches of 8: 3 steps a pass
 
 
@@ -137,7 +137,7 @@ def test_sft_refuses_a_template_that_drops_what_the_demonstrations_hold(tmp_path
     for template, dropped in ((TROUBLES["result"][0], "tool results"), (TROUBLES["arguments"][0], "a call's arguments")):
         config = ModelConfig(path=base, chat_template=template)
         with pytest.raises(ModelError, match=dropped) as refused:
-            sft(arithmetic, config.path, tmp_path / "made", recipe=SHORT, max_samples=4, config=config, device="cpu")
+            sft(arithmetic, config.path, tmp_path / "made", recipe=SHORT, max_tasks=4, config=config, device="cpu")
         assert "--chat-template" in refused.value.hint
     assert not (tmp_path / "made").exists()
 

@@ -404,7 +404,7 @@ def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_t
     trl: None, short_folder: Path, forks: Nursery, migrated_file: Path, folder: Path, tmp_path: Path
 ) -> None:
     fault = {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": "update.after:3:kill"}
-    asked = ("submit", "--dataset", "arithmetic", "--model", str(folder), "--max-samples", "8", *SMALL, "--trainer", "trl")
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(folder), "--max-tasks", "8", *SMALL, "--trainer", "trl")
     asked = (*asked, "-s", "model.numerics=exact", "--name")
     with forked_stack(short_folder, forks, migrated_file, **fault) as stack:
         stack.agentrl(*asked, "alone", "--wait")

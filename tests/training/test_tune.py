@@ -166,7 +166,7 @@ def test_gsm8ks_solutions_are_learned_as_calls_and_the_wrong_ones_left_out_and_c
 def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"sft --model_path {base} --dataset arithmetic --num_epochs 2 --max_samples 10 --batch_size 4 --lora_r 4 --json"
+    words = f"sft --model_path {base} --dataset arithmetic --num_epochs 2 --max_tasks 10 --batch_size 4 --lora_r 4 --json"
     pieces = ["--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--held_out", "0.2"]
     target = tmp_path / "outputs" / "small" / "sft"
     out, err = agentrl(capsys, *words.split(), *pieces, "--output_dir", str(target))
@@ -199,7 +199,7 @@ def test_a_yaml_file_gives_the_options_that_are_not_typed(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sft.yaml"
-    file.write_text(f"model_path: {base}\nnum-epochs: 3\nmax_samples: 8\nbatch_size: 4\nlearning_rate: 1e-3\nname: mine\n")
+    file.write_text(f"model_path: {base}\nnum-epochs: 3\nmax_tasks: 8\nbatch_size: 4\nlearning_rate: 1e-3\nname: mine\n")
     out, _ = agentrl(capsys, "sft", "--config", str(file), "--epochs", "1", "--json")
     told = json.loads(out)
     assert (told["name"], told["steps"], told["examples"]) == ("mine", 2, 8)

@@ -30,10 +30,10 @@ def stack(short_folder: Path) -> Iterator[Stack]:
 @pytest.mark.slow
 def test_a_hostile_agent_is_answered_each_time_and_the_others_get_what_they_would_get(stack: Stack, short_folder: Path) -> None:
     model = str(tiny_random(short_folder / "model"))
-    few = ("--max-samples", "4", "--model", model, "--detach")
+    few = ("--max-tasks", "4", "--model", model, "--detach")
     stack.agentrl("submit", *RUN, *few, "--name", "calm")
     stack.wait_for("calm")
-    one = ("--dataset", "arithmetic", "--epochs", "1", "--group-size", "2", "--tasks-per-iteration", "1", "--max-samples", "1")
+    one = ("--dataset", "arithmetic", "--epochs", "1", "--group-size", "2", "--tasks-per-iteration", "1", "--max-tasks", "1")
     stack.agentrl("submit", *one, *HOSTILE, "--model", model, "--name", "hostile", "--detach")
     stack.agentrl("submit", *RUN, *few, "--name", "beside")
     for run in ("hostile", "beside"):

@@ -54,7 +54,7 @@ class Cluster:
 
     def submit(self, name: str, tasks: int, hooks: str = "tests.support.parity_hook:Lucky") -> None:
         """A run that nobody waits for."""
-        asked = ("--dataset", "arithmetic", "--model", str(self.model), "--max-samples", str(tasks), "--name", name)
+        asked = ("--dataset", "arithmetic", "--model", str(self.model), "--max-tasks", str(tasks), "--name", name)
         self.here.agentrl("submit", *asked, *SMALL[:-1], f"hooks=[{hooks}]", "--detach")
 
     def held_by(self, host: Host) -> set[int]:

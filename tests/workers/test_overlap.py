@@ -147,7 +147,7 @@ def refused_at_once(crew: Crew, *words: str) -> str:
 def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_so_where_it_has_not(
     short_folder: Path, tmp_path: Path
 ) -> None:
-    asked = ("submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "model")), "--max-samples", "8")
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "model")), "--max-tasks", "8")
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         stack.agentrl("up")
         with pytest.raises(ConfigError, match="agentrl down; agentrl up --separate"):

@@ -61,7 +61,7 @@ def assert_whole(database: Database, iterations: int, episodes: int, trained: in
 
 
 def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_about(embedded: Stack, model: Path) -> None:
-    name = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+    name = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL, "--wait")
     run = name.strip()
     assert_whole(embedded.database, iterations=2, episodes=32)
     assert run_rows.describe_run(embedded.database, run)["status"] == "done"
@@ -75,7 +75,7 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
 
 
 def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path) -> None:
-    asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--name", "twice", *SMALL)
+    asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "4", "--name", "twice", *SMALL)
     assert stack.agentrl(*asked) == stack.agentrl(*asked, "--wait") == "twice\n"
     assert_whole(stack.database, iterations=1, episodes=16)
     stack.agentrl(*asked, "--seed", "7", code=3)
@@ -85,7 +85,7 @@ def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(embedded: Stack,
     """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
     blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
     embedded.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
-    run = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "16", *SMALL).strip()
+    run = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SMALL).strip()
     embedded.wait_for(run)
     assert_whole(embedded.database, iterations=4, episodes=64)
     assert count(embedded.database, "SELECT sum(losses) FROM groups") >= len(blows)
@@ -99,7 +99,7 @@ HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
 
 def held_run(stack: Stack, model: Path) -> str:
     """A run of two iterations, the first of which a worker has begun and cannot end before the gate is open."""
-    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *GATED).strip()
+    run = stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *GATED).strip()
     stack.wait(lambda: at_gate(stack.home, "rollout"), "a group being claimed")
     return run
 
@@ -128,7 +128,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
 
 
 def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model: Path) -> None:
-    words = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--iterations", "2", *SMALL[2:])
+    words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--iterations", "2", *SMALL[2:])
     run = stack.agentrl("submit", *words, "--wait").strip()
     said = stack.agentrl("resume", run, "--iterations", "1")
     assert said.startswith(f"{run}: running (was done)\n  longer: 2 -> 3 iterations\n")
@@ -159,7 +159,7 @@ def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
     try:
         for role in ("rollout", "train", "tools", "control"):
             stack.worker(role)
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8")
+        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8")
         run = stack.agentrl("submit", *asked, *SMALL, "--detach")
         assert "done" in stack.agentrl("watch", run.strip())
         assert_whole(stack.database, iterations=2, episodes=32)
@@ -259,7 +259,7 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     short_folder: Path, forks: Nursery, migrated_file: Path, model: Path
 ) -> None:
     (short_folder / "diary_hook.py").write_text(HOOK)
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "4", "--epochs", "1", "--group-size", "4")
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "4", "--epochs", "1", "--group-size", "4")
     with forked_stack(short_folder, forks, migrated_file, PYTHONPATH=str(short_folder)) as stack:
         stack.agentrl("submit", *asked, "--max-new-tokens", "12", "-s", "hooks=[diary_hook:Diary]", "--wait")
         noted = diary_of_an_ended_run(short_folder)
@@ -287,7 +287,7 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
 
 
 def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", "--output-dir", str(stack.home / "out"))
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--output-dir", str(stack.home / "out"))
     for seed in ("0", "1"):
         stack.agentrl("submit", *asked, *SMALL, "--seed", seed, "--name", f"seed-{seed}", "--wait")
     with stack.database.read() as tx:
@@ -301,7 +301,7 @@ def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_s
 def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
     stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
     try:
-        stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-samples", "8", *SMALL, "--wait")
+        stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL, "--wait")
         assert_whole(stack.database, iterations=2, episodes=32)
         assert "in-memory broker" in stack.logs()
     finally:

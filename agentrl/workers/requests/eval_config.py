@@ -50,7 +50,7 @@ def eval_config(
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
-    values |= {"dataset.split": split, "dataset.max_samples": n}
+    values |= {"dataset.split": split, "dataset.max_tasks": n}
     values |= _agent_values(agent)
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:

@@ -86,7 +86,7 @@ def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
             update={
                 "name": config.eval.dataset or config.dataset.name,
                 "split": config.eval.split,
-                "max_samples": config.eval.tasks,
+                "max_tasks": config.eval.tasks,
             }
         )
         held_out = list(load_tasks(dataset).tasks)

@@ -239,7 +239,7 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
     asked = config.eval
     if asked.every is None:
         return None
-    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.samples})
+    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.group_size})
     return prepare(db, in_one_iteration(measured), "eval", policy).submission
 
 

@@ -139,14 +139,14 @@ def settle_search(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{section}.* does nothing with {name}: no weight changes.", "Leave it out.")
     if config.algorithm.model_copy(update={"name": "grpo"}) != untouched.algorithm:
         raise ConfigError(f"Of algorithm.* only the name is read by {name}.", "Its options are search.*: agentrl config show")
-    for key, instead in (("group_size", "search.samples"), ("max_staleness", ""), ("dynamic_sampling", "")):
+    for key, instead in (("group_size", "search.group_size"), ("max_staleness", ""), ("dynamic_sampling", "")):
         value = getattr(config.rollout, key)
-        if value not in (getattr(untouched.rollout, key), asked.samples if instead else None):
+        if value not in (getattr(untouched.rollout, key), asked.group_size if instead else None):
             raise ConfigError(f"rollout.{key} does nothing with {name}.", f"Set {instead}." if instead else "Leave it out.")
     if config.iterations is not None or config.epochs not in (untouched.epochs, 1):
         raise ConfigError(f"{name} decides itself how long it takes.", "Leave epochs and iterations out.")
     options = _search_options(found, name, asked)
-    rollout = config.rollout.model_copy(update={"group_size": asked.samples})
+    rollout = config.rollout.model_copy(update={"group_size": asked.group_size})
     return config.model_copy(update={"epochs": 1, "rollout": rollout, "search": asked.model_copy(update=options)})
 
 

@@ -103,7 +103,7 @@ def env_of(config: DatasetConfig) -> str:
 
 def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
     try:
-        tasks = tuple(islice(found(), config.max_samples))
+        tasks = tuple(islice(found(), config.max_tasks))
     except AgentRLError:
         raise
     except Exception as error:

@@ -81,7 +81,7 @@ def sft(
     *,
     recipe: Recipe | None = None,
     epochs: int | None = None,
-    max_samples: int | None = None,
+    max_tasks: int | None = None,
     config: ModelConfig | None = None,
     start: Start | None = None,
     device: str = "auto",
@@ -98,7 +98,7 @@ def sft(
         target: the model folder to make; see `models.lookup.sft_model_name`.
         recipe: unset: `default_recipe`.
         epochs: passes over the demonstrations, in place of the recipe's steps.
-        max_samples: only the first so many tasks.
+        max_tasks: only the first so many tasks.
         config: LoRA or all weights, quantised or not, for a model that exists.
         start: the policy of a run to start from, of which `model` is the base.
         save_every: steps between two checkpoints, at the last of which the same training goes on after a kill.
@@ -126,7 +126,7 @@ def sft(
     learner = replace(learner, chat=learner.chat.at(clock))
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size
-    found = list(demonstrations(dataset, most if max_samples is None else max_samples, recipe.seed))
+    found = list(demonstrations(dataset, most if max_tasks is None else max_tasks, recipe.seed))
     roles = {message.role for one in found if one for message in one.messages}
     learner.chat.check(system="system" in roles, tools="tool" in roles)
     shown = [segments_of(learner.chat, one) if one else None for one in found]
