@@ -176,5 +176,5 @@ async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: fl
 def _read_end(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 4 * MOST_OUTPUT))
-    text = shown_text.storable(file.read().decode("utf-8", "replace"))
+    text = shown_text.clean(file.read().decode("utf-8", "replace"))
     return text if len(text) <= MOST_OUTPUT and size <= 4 * MOST_OUTPUT else f"...{text[-MOST_OUTPUT:]}"
