@@ -14,7 +14,7 @@ Row = Any
 @dataclass
 class RunView:
     """The state of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
-    evaluations of its own policies; and what a search gained, in lines."""
+    evaluations of its own policies; what a search gained, and why there is nothing to learn from, both in lines."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
@@ -25,6 +25,7 @@ class RunView:
     warning: str = ""
     evals: list[Row] = field(default_factory=list)
     gained: list[str] = field(default_factory=list)
+    flat: list[str] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:

@@ -63,7 +63,8 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
-    below = [line for text in (view.sampled_on, view.warning) for line in wrap(clean(text), width)[:MAX_REASON_LINES]]
+    remarks = (view.sampled_on, *view.flat[:1], view.warning)
+    below = [line for text in remarks for line in wrap(clean(text), width)[:MAX_REASON_LINES]]
     room = height - 1 - len(lines) - len(below)
     if tall and len(view.rewards) > 1:
         drawn = ["", *plot(view.rewards, width - 12, min(8, room // 3))]

@@ -33,6 +33,8 @@ POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
 """Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence.
 After the same silence within an iteration: a line on its progress."""
+FLAT_ITERATIONS = 3
+"""After so many iterations without any difference of rewards within a group, a run says why."""
 ALONE_SECONDS = 10.0
 """Seconds without a control loop after which a run is reported as stranded."""
 ENDED_STATUSES = ("done", "cancelled")
@@ -95,7 +97,40 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         run_rows.why_sampling_on(db, run),
         evals=evals,
         gained=_gained(db, row),
+        flat=_flat_lines(db, row, [*known, *fresh]),
     )
+
+
+def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
+    """Why the newest iterations of a training run taught nothing, if the rewards in all of their groups are equal."""
+    newest = iterations[-FLAT_ITERATIONS:]
+    flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
+    if run["kind"] != "train" or not flat:
+        return []
+    from agentrl.workflow.store.reads import run_rows
+
+    found = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
+    if not found["episodes"]:
+        return []
+    lines = [f"The last {FLAT_ITERATIONS} iterations taught nothing: in each group all rewards are equal."]
+    for part in found["parts"]:
+        least, most = cell(part["least"]), cell(part["most"])
+        lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}, equal in each group'}")
+    lines.append(
+        f"  of {found['episodes']} episodes {found['called']} made a call, {found['unreadable']} one that could not be read"
+    )
+    example = found["example"]
+    lines.append(f"  an answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
+    tries = [
+        "imitate first (agentrl sft), easier tasks, or another model"
+        if all(part["most"] <= 0 for part in found["parts"])
+        else "harder tasks"
+        if all(part["least"] >= 1 for part in found["parts"])
+        else "a reward with more steps",
+        "--group-size and --temperature higher",
+        *(["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []),
+    ]
+    return [*lines, f"  Try: {'; '.join(tries)}"]
 
 
 def _gained(db: Any, row: Row) -> list[str]:
@@ -138,6 +173,7 @@ class _Lines:
     began: float = field(default_factory=lambda: time.monotonic())
     measured: set[int] = field(default_factory=set)
     warned: str = ""
+    flat: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +192,10 @@ class _Lines:
             if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
                 self.measured.add(row["id"])
                 self.write(eval_line(row, view.run["best_version"]))
+        if view.flat and not self.flat:
+            for line in view.flat:
+                self.write(line)
+        self.flat = view.flat
         if view.progress and time.monotonic() - max(self.wrote, self.began) >= MAX_SILENCE_SECONDS:
             self.write(progress_line(view))
             self.wrote = time.monotonic()
@@ -242,6 +282,7 @@ def summary(view: RunView) -> list[Line]:
     if view.scores:
         lines.append((f"  {held_out_line(view)}", ""))
     lines += [(f"  {line}", "") for line in view.gained]
+    lines += [(f"  {line}", "yellow") for line in view.flat]
     lines += _failure_lines(view)
     if run["status"] in ("paused", "failed"):
         now = view.progress

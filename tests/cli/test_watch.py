@@ -10,7 +10,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import _Lines, load_view
+from agentrl.cli.watch import _Lines, load_view, summary
 from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.store.test_evals import measure, measured
@@ -54,6 +54,34 @@ def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
     for now[0] in (100.0, 114.0, 115.0, 120.0, 130.0):
         lines.show(view)
     assert [line for line in written if "over" in line] == ["iteration 1/10  0 of 2 episodes over, 0 tokens sampled"] * 2
+
+
+def test_a_run_whose_rewards_do_not_differ_says_why_after_three_iterations(database: Database) -> None:
+    planning.submit(database, submission("first", tasks=1, epochs=9))
+    written = list[str]()
+    lines = _Lines(written.append)
+    for _ in range(3):
+        assert load_view(database, "first").flat == []
+        iteration = planning.open_iterations(database, 1)[0]
+        for group in planning.start_iteration(database, iteration):
+            play(database, group, 0.0)
+        work = claim_training(database, iteration)
+        train_commits.commit_update(database, work, update_of(work, skipped="no advantage differs from 0"), 3)
+        lines.show(load_view(database, "first"))
+        lines.show(load_view(database, "first"))
+    view = load_view(database, "first")
+    assert view.flat[0] == "The last 3 iterations taught nothing: in each group all rewards are equal."
+    shown = "\n".join(view.flat)
+    for said in (
+        "numeric_answer: 0\n",
+        "of 6 episodes 0 made a call",
+        "an answer: ",
+        "(agentrl replay 6)",
+        "Try: imitate",
+    ):
+        assert said in shown
+    assert [line for line in written if line in view.flat] == view.flat, "once"
+    assert shown in "\n".join(text.strip("\n")[2:] for text, _ in summary(view))
 
 
 def _play_with_calls(db: Database, group: int) -> None:

@@ -23,9 +23,10 @@ from agentrl.workers.requests.search_request import SearchedTasks, check_resourc
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
 from agentrl.workflow.algorithms import searches, settle_run, settle_search
-from agentrl.workflow.chat.templates import check_template, remark_on_tools, settle_chat
+from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, settle_chat
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
+from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import LoadedTasks, env_of, load_tasks
 from agentrl.workflow.engines import Backend
@@ -34,7 +35,15 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, Sta
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.mcp import mcp_tool
-from agentrl.workflow.models.lookup import check_base, check_code, existing_model, local_folder, lora_rank, starting_policy
+from agentrl.workflow.models.lookup import (
+    TINY,
+    check_base,
+    check_code,
+    existing_model,
+    local_folder,
+    lora_rank,
+    starting_policy,
+)
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.reference_check import check_sample, comparing_rewards
 from agentrl.workflow.rewards import check_rewards
@@ -138,7 +147,7 @@ def prepare(
     untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
     remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
     remarks += (remark_on_repeats(config, loaded.repeated),) if loaded.repeated else ()
-    remarks += (*remark_on_agent(experiment), *((untold,) if untold else ()))
+    remarks += (*remark_on_agent(experiment), *((untold,) if untold else ()), *_remark_on_tiny(experiment, folder))
     name, output = submission.name, submission.output_dir
     older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
     if older not in ("", name):
@@ -246,6 +255,17 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
 def list_remarks(submission: Submission) -> tuple[str, ...]:
     """Remarks on the run's training and its evaluations."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
+
+
+def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
+    """A remark if a model that began as `tiny` is to act in another env than the one whose demonstrations it has seen."""
+    record = read_object(folder / RECORD) if folder is not None else {}
+    if record.get("base") == TINY and isinstance(known := record.get("env"), str) and known != made.config.env:
+        yield (
+            f"The model {folder.name if folder else ''!r} has seen the prompt and the tools of the env {known!r} alone: in "
+            f"{made.config.env!r} it writes noise. Make one that imitates this dataset, if it has demonstrations (agentrl sft "
+            f"--dataset {made.config.dataset.name} --model tiny), or take a pretrained model."
+        )
 
 
 def remark_on_repeats(config: RunConfig, count: int) -> str:

@@ -200,6 +200,34 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
     return found[0] if found else {}
 
 
+@sql_read_transaction
+def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
+    """What the run's finished episodes from the iteration of this number on have in common.
+
+    Returns:
+        episodes: their number; called, unreadable: those with a call that could be read, and with one that could not; parts: of
+        each part of the reward its `part`, `least` and `most`; example: `id` and `final_answer` of the newest.
+    """
+    chosen = """
+        FROM episodes e JOIN iterations i ON i.id = e.iteration_id
+        WHERE i.run_id = :id AND i.number >= :since AND i.status = 'done' AND e.status = 'done'"""
+    calls = "SELECT 1 FROM tool_calls c WHERE c.episode_id = e.id AND c.attempt = e.attempt AND c.kind <> 'grade'"
+    asked = {"id": run_id_and_name(tx, run)["id"], "since": since - 1}
+    counts = f"""
+        SELECT count(*) AS episodes,
+               count(*) FILTER (WHERE EXISTS ({calls} AND coalesce(c.error_class, '') <> 'parse_error')) AS called,
+               count(*) FILTER (WHERE EXISTS ({calls} AND c.error_class = 'parse_error')) AS unreadable {chosen}"""
+    parts = f"""
+        SELECT r.part, min(r.value) AS least, max(r.value) AS most FROM rewards r JOIN reward_sets s ON s.id = r.reward_set_id
+        WHERE s.name = 'default' AND r.episode_id IN (SELECT e.id {chosen}) GROUP BY r.part ORDER BY r.part"""
+    example = f"SELECT e.id, e.final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
+    return {
+        **select_rows(tx, counts, **asked)[0],
+        "parts": select_rows(tx, parts, **asked),
+        "example": next(iter(select_rows(tx, example, **asked)), {}),
+    }
+
+
 def run_id_and_name(tx: Any, run: str) -> Row:
     """Id and name of a run. Raises as `run_row`."""
     return run_row(tx, run, "id, name")
