@@ -162,6 +162,19 @@ def forks() -> Iterator["Nursery"]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def forked_programs(forks: "Nursery") -> Iterator[None]:
+    """Fork every Python program that a file's tests start, and what these start of agentrl, instead of executing it.
+
+    It saves the imports. Not for tests about what an interpreter reads when it begins: its flags, `HF_HOME` and the like.
+    """
+    from bench.faults.fork_server import fork_programs
+
+    undo = fork_programs(forks.server)
+    yield
+    undo()
+
+
 @pytest.fixture(scope="session")
 def world_model(forks: "Nursery") -> Path:
     """The model of `bench.faults.world`: it has learned to make both calls."""

@@ -109,6 +109,7 @@ print(json.dumps([run.status, run.last.ref.base]))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_run_trains_a_model_that_was_in_memory(short_folder: Path) -> None:
     (short_folder / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[2])

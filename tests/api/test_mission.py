@@ -47,6 +47,7 @@ def workplace(short_folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_sft_then_rl_then_a_chat_by_command_lines(workplace: Path) -> None:
     command = ("-P", "-m", "agentrl.cli")
     rows = "".join(json.dumps({**row, "response": f"It is {row['answer']}."}) + "\n" for row in TASKS)
@@ -165,6 +166,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_trainer_with_an_agent_a_hook_a_store_in_memory_and_runners(workplace: Path) -> None:
     model = tiny_random(workplace / "model")
     (workplace / "train_math_agent.py").write_text(SCRIPT)

@@ -68,6 +68,7 @@ def critic(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedCrit
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_first_agent_of_agent_lightning_learns_its_prompt_in_threads(critic: ScriptedCritic, tmp_path: Path) -> None:
     trainer = agl.Trainer(
         algorithm="apo",
@@ -100,6 +101,7 @@ def sides() -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_program_that_the_page_shows_searches_in_processes(short_folder: Path, tmp_path: Path) -> None:
     model = str(tiny_calling(tmp_path / "model"))
     program = sides()["+"].replace('"Qwen/Qwen2.5-0.5B-Instruct"', f"{model!r}, max_new_tokens=8")

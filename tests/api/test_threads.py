@@ -72,6 +72,7 @@ def trainer(model: str, **more: Any) -> agentrl.Trainer:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_an_agent_that_captures_its_surroundings_is_called_in_this_process_and_the_policy_learns(
     model: str, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ class Notes(agentrl.Hook):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_lambdas_hooks_with_locks_and_rewards_that_capture_work_one_run_after_the_other(model: str, tmp_path: Path) -> None:
     notes, lock, seen = Notes(), threading.Lock(), []
 
@@ -147,6 +149,7 @@ class Broken(agentrl.Agent):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_built_in_loop_acts_in_an_env_whose_tools_capture_and_makes_the_rows_of_processes(
     model: str, tmp_path: Path
 ) -> None:
@@ -255,6 +258,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_breakpoint_in_an_agent_stops_it_where_a_person_types(model: str, short_folder: Path) -> None:
     (short_folder / "script.py").write_text(DEBUGGED)
     done = subprocess.run(
@@ -282,6 +286,7 @@ print(json.dumps([run.status, run.last.version, run.last.ref.sha256, tokens]))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_threads_and_processes_make_the_same_tokens_and_weights(model: str, short_folder: Path) -> None:
     (short_folder / "script.py").write_text(SAME)
     said = {how: in_folder(short_folder, "script.py", model, how).stdout.splitlines()[-1] for how in ("threads", "processes")}
@@ -314,6 +319,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("strategy", ["threads", "processes"])
 def test_ctrl_c_pauses_and_another_process_goes_on_in_threads_or_in_processes(
     model: str, short_folder: Path, strategy: str

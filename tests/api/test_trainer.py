@@ -257,6 +257,7 @@ def test_a_hook_that_raises_at_the_start_leaves_a_run_that_has_failed_and_can_go
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "model"))
     with pytest.raises(agentrl.AgentRLError, match=r"has 1 malformed row:\n  line 1: must have one of 'question'"):
@@ -343,6 +344,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("how", ["loop", "agent"])
 def test_a_script_trains_with_its_own_functions_and_hooks(short_folder: Path, how: str) -> None:
     model = tiny_random(short_folder / "model")
@@ -376,6 +378,7 @@ print(" ".join(f"-s {key}={json.dumps(value)}" for key, value in keys.items() if
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_python_and_the_command_line_make_the_same_tokens_and_weights(short_folder: Path) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(SAME)
@@ -409,6 +412,7 @@ else:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_ctrl_c_pauses_a_run_and_another_process_goes_on_with_it(short_folder: Path) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(ON)

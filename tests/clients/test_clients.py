@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from bench.faults.fork_server import Nursery
 from tests.clients.scripted import ONCE, PLAIN, TWICE
 from tests.conftest import missing
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 ROOT = Path(__file__).parents[2]
 LITELLM = ROOT / "build" / "litellm" / "bin" / "python"
 """Its pins are not ours: it has an environment of its own, as an agent may (`make test-slow` makes it)."""
@@ -27,8 +26,8 @@ QUESTIONS = {ONCE: "7", TWICE: "20", PLAIN: "7"}
 
 
 @pytest.fixture(scope="module")
-def stack(module_folder: Path, forks: Nursery) -> Iterator[Stack]:
-    with embedded_stack(module_folder, idle_seconds="3600", nursery=forks) as made:
+def stack(module_folder: Path) -> Iterator[Stack]:
+    with embedded_stack(module_folder, idle_seconds="3600") as made:
         made.environment["PYTHONPATH"] = str(ROOT)
         yield made
 

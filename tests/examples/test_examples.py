@@ -65,6 +65,7 @@ def ran(stack: Stack, name: str, words: list[str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("name", SMALL)
 def test_it_trains(home: tuple[Stack, str], name: str) -> None:
     stack, model = home
@@ -79,6 +80,7 @@ def test_it_trains(home: tuple[Stack, str], name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_benchmark_measures_and_the_example_of_the_command_line_trains(home: tuple[Stack, str]) -> None:
     stack, model = home
     words = ["submit", "--dataset", "arithmetic", "--model", model, "--agent", "agent:solve", "--iterations", "1"]
@@ -90,6 +92,7 @@ def test_the_benchmark_measures_and_the_example_of_the_command_line_trains(home:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_cells_of_the_notebook_run_in_their_order(home: tuple[Stack, str], tmp_path: Path) -> None:
     stack, model = home
     document = json.loads((EXAMPLES / "notebook" / "ten_lines.ipynb").read_text())

@@ -14,12 +14,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page
 from sqlalchemy import text
 
-from bench.faults.fork_server import Nursery
 from tests.support.browser import Service, Watched, chromium, service, settle
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_calling
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 PICTURES = Path("build/page")
 WIDTHS = (390, 1280, 1920)
@@ -28,11 +27,11 @@ SUBMIT = ("submit", "--dataset", "arithmetic", *SMALL, "--max-tasks", "24", "-s"
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory, forks: Nursery) -> Iterator[Stack]:
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The stack of a run that is done, and was forked, tagged and noted."""
     folder = tmp_path_factory.mktemp("p")
     model = tiny_calling(folder / "model")
-    with embedded_stack(folder, idle_seconds="3600", nursery=forks) as stack:
+    with embedded_stack(folder, idle_seconds="3600") as stack:
         stack.environment["MODEL"] = str(model)
         stack.agentrl(*SUBMIT, "--model", str(model), "--name", "first", "--wait")
         stack.agentrl("fork", "1", "--step", "0", "-n", "2", "--name", "forked", "--wait")

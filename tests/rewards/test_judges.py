@@ -234,6 +234,7 @@ def drive(driver: GroupRollout, ended: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_once(
     stack: Stack, box: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

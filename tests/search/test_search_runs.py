@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import agentrl
-from bench.faults.fork_server import Nursery
 from tests.support.played_runs import value, values
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.scripted_critic import RULES, ScriptedCritic, serving
@@ -19,7 +18,7 @@ BEAM = {"rounds": 6, "beam_width": 3, "branch_factor": 1}
 """One edit of each: no two questions are alike, so that the script's answers do not depend on which comes first."""
 SEED = "Solve this: {question}"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.fixture
@@ -28,8 +27,8 @@ def critic() -> ScriptedCritic:
 
 
 @pytest.fixture
-def stack(short_folder: Path, critic: ScriptedCritic, forks: Nursery) -> Iterator[Stack]:
-    with serving(critic) as url, embedded_stack(short_folder, "30", forks) as made:
+def stack(short_folder: Path, critic: ScriptedCritic) -> Iterator[Stack]:
+    with serving(critic) as url, embedded_stack(short_folder, "30") as made:
         made.environment["AGENTRL_CRITIC_URL"] = url
         made.agentrl("sft", "--dataset", "arithmetic", "--model", "tiny", "--steps", "2")
         yield made

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.reads import run_rows
-from bench.faults.fork_server import Nursery
 from tests.conftest import missing
 
 DEADLINE_SECONDS = 240.0
@@ -28,16 +26,11 @@ SMALL = (
 
 
 @contextmanager
-def embedded_stack(folder: Path, idle_seconds: str, nursery: Nursery | None = None) -> "Iterator[Stack]":
-    """Yield the embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long.
-
-    Args:
-        nursery: forks the stack's commands, which saves their imports; None runs each with `python -m`.
-    """
+def embedded_stack(folder: Path, idle_seconds: str) -> "Iterator[Stack]":
+    """Yield the embedded stack of a data folder in `folder`, not started yet, that stops when idle for so long."""
     if broker.find_server(Settings(home=folder)) is None:
         missing("a Redis server")
     made = Stack(folder / "home", AGENTRL_IDLE_STOP_SECONDS=idle_seconds)
-    made.nursery = nursery
     try:
         yield made
     finally:
@@ -60,7 +53,6 @@ class Stack:
         }
         given = {key.removeprefix("AGENTRL_").lower(): value for key, value in environment.items()}
         self.settings = Settings(home=home, **given)  # type: ignore[arg-type]
-        self.nursery: Nursery | None = None
         self._database: Database | None = None
         self._workers: list[subprocess.Popen[bytes]] = []
 
@@ -79,16 +71,9 @@ class Stack:
 
     def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Run a command to its end."""
-        if self.nursery is None:
-            command = [sys.executable, "-m", "agentrl.cli", *words]
-            environment, seconds = self.environment, DEADLINE_SECONDS
-            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-        with tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp") as folder:
-            out, error = Path(folder, "out"), Path(folder, "error")
-            target = "bench.faults.fork_server:command"
-            child = self.nursery.start(target, words, str(out), log=error, environment=self.environment)
-            code = child.end()
-            return subprocess.CompletedProcess(words, code, out.read_text(), error.read_text())
+        command = [sys.executable, "-m", "agentrl.cli", *words]
+        environment, seconds = self.environment, DEADLINE_SECONDS
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
 
     def worker(self, roles: str) -> "subprocess.Popen[bytes]":
         """Starts one worker process."""
@@ -119,17 +104,10 @@ class Stack:
             os.kill(pid, number)
 
     def workers(self, role: str) -> set[int]:
-        """The processes of the embedded stack's workers of that role."""
-        found = subprocess.run(
-            ["pgrep", "-f", f"agentrl.workers.stack.worker {role}$"], capture_output=True, text=True, check=False
-        )
-        return {pid for pid in map(int, found.stdout.split()) if self._is_mine(pid)}
-
-    def _is_mine(self, pid: int) -> bool:
-        try:
-            return f"AGENTRL_HOME={self.home}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
+        """Return the pids of the embedded stack's workers of that role: the supervisor's children that write to its log."""
+        supervisor = embedded.find_supervisor(self.settings)
+        log = str(embedded.log_file(self.settings, role))
+        return {pid for pid in _children(supervisor) if _stdout(pid) == log} if supervisor else set()
 
     def logs(self) -> str:
         """The ends of all logs, for a failing test."""
@@ -145,3 +123,17 @@ class Stack:
             process.wait(30)
         if self._database is not None:
             self._database.close()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:  # it has just ended
+        return []
+
+
+def _stdout(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""

@@ -20,6 +20,8 @@ from tests.conftest import missing
 from tests.support.played_runs import CALL, claim, sampled, start, submission, values
 from tests.support.real_stack import Stack
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PARTY = 4
 SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"
 

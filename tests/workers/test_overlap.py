@@ -21,9 +21,8 @@ from tests.support.played_runs import submission
 from tests.support.real_stack import SMALL, embedded_stack
 from tests.support.small_models import tiny_random
 from tests.workers.test_run import count
-from tests.workers.test_stack import processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 EXACT = {"model__numerics": "exact", "rollout__max_staleness": 1}
 SAMPLED_WITH = (
@@ -157,7 +156,8 @@ def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_s
         assert count(stack.database, "SELECT count(*) FROM runs") == 0
         stack.agentrl("down")
         run = stack.agentrl(*asked, *SMALL, "--max-staleness", "1").strip()
-        stack.wait(lambda: processes(stack) == ["--separate", "control", "rollout", "tools", "train"], "four workers")
+        stack.wait(lambda: all(len(stack.workers(role)) == 1 for role in supervisor.SEPARATE), "four workers")
+        assert embedded.read_state(stack.settings)["separate"]
         stack.wait_for(run)
         assert count(stack.database, "SELECT sum(staleness) FROM v_iterations") == 1
         assert count(stack.database, "SELECT count(*) FROM consumptions") == 8 * 4

@@ -153,6 +153,7 @@ def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_file_that_was_edited_since_a_process_read_it_is_named(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +370,7 @@ def about_own(stack: Stack, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp_path: Path) -> None:
     words = about_own(stack, tmp_path)
     up(stack)
@@ -382,6 +384,7 @@ def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
     stack: Stack, tmp_path: Path, texts: Path
 ) -> None:
@@ -404,6 +407,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_with_it(stack: Stack, tmp_path: Path) -> None:
     about_own(stack, tmp_path)
     model = tmp_path / "model"

@@ -432,6 +432,7 @@ def replayed(stack: Stack, work: GroupWork, monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(stack: Stack, box: None) -> None:
     first = stack.worker("tools")
     work = real(stack, "python_session")
@@ -456,6 +457,7 @@ def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_of_two_workers_each_call_comes_to_the_one_that_has_the_session(stack: Stack) -> None:
     both = [stack.worker("tools") for _ in range(2)]
     work = real(stack, "python_session")
