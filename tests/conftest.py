@@ -32,10 +32,10 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
 LONGEST = (
-    "test_faults", "test_clients", "test_machines", "test_run", "test_gpu", "test_requirements", "test_overlap",
-    "test_trl", "test_mission", "test_driver_reader", "test_matrix", "test_cli", "test_sandbox_backends",
-    "test_hostile", "test_forks", "test_format_runs", "test_verify_episode", "test_mending", "test_remote_runs",
-    "test_evals", "test_sandbox", "test_sandbox_attacks",
+    "test_faults_other_worlds", "test_faults_f_to_z", "test_faults_a_to_e", "test_clients", "test_machines", "test_run",
+    "test_gpu", "test_requirements", "test_overlap", "test_trl", "test_mission", "test_driver_reader", "test_matrix",
+    "test_cli", "test_sandbox_backends", "test_hostile", "test_forks", "test_format_runs", "test_verify_episode",
+    "test_mending", "test_remote_runs", "test_evals", "test_sandbox", "test_sandbox_attacks",
 )  # fmt: skip
 """The files that take longest, which start first: one of minutes that started last would be waited for alone."""
 
@@ -162,17 +162,21 @@ def forks() -> Iterator["Nursery"]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forked_programs(forks: "Nursery") -> Iterator[None]:
-    """Fork every Python program that a file's tests start, and what these start of agentrl, instead of executing it.
+    """Fork every Python program that the test starts, and what these start of agentrl, instead of executing it.
 
     It saves the imports. Not for tests about what an interpreter reads when it begins: its flags, `HF_HOME` and the like.
     """
-    from bench.faults.fork_server import fork_programs
+    with forks.forking_programs():
+        yield
 
-    undo = fork_programs(forks.server)
-    yield
-    undo()
+
+@pytest.fixture(scope="module")
+def forked_programs_of_module(forks: "Nursery") -> Iterator[None]:
+    """As `forked_programs`, for all tests of a file and its fixtures."""
+    with forks.forking_programs():
+        yield
 
 
 @pytest.fixture(scope="session")

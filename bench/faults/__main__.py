@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,7 +61,7 @@ def main() -> int:
         plain = recorded[""]
         undisturbed = {"world": plain, "boxed": plain, "critic": critic or plain, "agent": agents.get("", plain)}
         chosen = sample(firsts) if asked.sample else firsts
-        cases = [case for case in chosen if not asked.point or case.point in asked.point]
+        cases = [case for case in chosen if any(fnmatchcase(case.point, pattern) for pattern in asked.point)]
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         try:
             play(lab, cases, {env: one.record for env, one in undisturbed.items()}, asked.jobs, not asked.sample, told)
@@ -78,11 +79,11 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--sample", action="store_true", help="at most one hit per point and action, instead of every hit")
     parser.add_argument("--world", action="append", choices=WORLDS, help="only this; may be repeated")
     parser.add_argument("--action", action="append", choices=ACTIONS, help="only this; may be repeated")
-    parser.add_argument("--point", action="append", help="only this; may be repeated")
+    parser.add_argument("--point", action="append", help="only points of this pattern, as of a shell; may be repeated")
     parser.add_argument("--jobs", type=int, default=3, help="experiments side by side")
     parser.add_argument("--json", type=Path, default=Path("build/faults.json"))
     asked = parser.parse_args()
-    asked.action, asked.world = asked.action or list(ACTIONS), asked.world or list(WORLDS)
+    asked.action, asked.world, asked.point = asked.action or ACTIONS, asked.world or WORLDS, asked.point or ["*"]
     return asked
 
 

@@ -23,6 +23,8 @@ TICK_SECONDS = 0.2
 ASLEEP_SECONDS = 3.5 * LEASE_SECONDS
 """Past a lease and the longest limit of the plain world's tools, after which a call is sent again."""
 DEADLINE_SECONDS = 150.0
+POLL_SECONDS = 0.05
+"""Each look at the run's status opens the database: more of them cost a tenth of an experiment."""
 STOP_SECONDS = 15.0
 MOST_DEATHS = 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -131,7 +133,7 @@ class Experiment:
                 self.violations.append(f"I1: the run is {status or 'not there'}\n{self.logs()}")
                 return
             self._mind()
-            time.sleep(0.02)
+            time.sleep(POLL_SECONDS)
 
     def _mind(self) -> None:
         """Starts again who died, and another one for who fell asleep."""

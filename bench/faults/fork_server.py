@@ -134,6 +134,15 @@ class Nursery:
 
         return Forked([sys.executable, *words], **options)
 
+    @contextmanager
+    def forking_programs(self) -> Iterator[None]:
+        """Fork the Python programs that this process starts with `subprocess`, unless their flags are not in `FLAGS`."""
+        undo = fork_programs(self.server)
+        try:
+            yield
+        finally:
+            undo()
+
     def start(
         self, target: str, *arguments: Any, log: Path | None = None, environment: Mapping[str, str] | None = None
     ) -> Child:

@@ -51,6 +51,9 @@ ZOMBIES = (
 )
 """Where standing still until the lease is over is another thing than dying."""
 
+WITHOUT_WORKER = ("submit.after", "control.after")
+"""Points of a process that runs no job: the submitter and the control loop."""
+
 ACTIONS = ("kill", "raise", "sleep")
 MOST_HITS = 100
 
@@ -306,10 +309,9 @@ def every(recorded: dict[str, Recording], actions: Sequence[str]) -> list[Case]:
 
 
 def sample(firsts: Sequence[Case]) -> list[Case]:
-    """Return one kill for every point, an exception for every point but those before a commit, a sleep where it matters.
+    """Return a kill for every point, an exception and a sleep at `ZOMBIES`, and an exception where no worker is at work.
 
-    The kills of the plain world come at the first, a middle and the last hit of a point in turn. Before a commit, an exception
-    and a kill leave the same rows. `make faults` tries every hit.
+    The kills of the plain world come at the first, a middle and the last hit of a point in turn. `make faults` tries every hit.
     """
     cases, kills = list[Case](), count()
     for case in firsts:
@@ -324,7 +326,7 @@ def sample(firsts: Sequence[Case]) -> list[Case]:
             cases.append(replace(case, hit=middle))
         elif case.action == "kill":
             cases.append(replace(case, hit=(1, middle, case.hits)[next(kills) % 3]))
-        elif case.action == "sleep" or not case.point.endswith(".before"):
+        elif case.action == "sleep" or case.point in (*ZOMBIES, *WITHOUT_WORKER):
             cases.append(case)
     return cases
 

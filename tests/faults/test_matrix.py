@@ -4,9 +4,9 @@ Tests of this file and of test_matrix_parts.py (`parts`) are named by their firs
 
 | row | fault | tests |
 |---|---|---|
-| 1 | kill -9 of a rollout worker | test_faults: every point; test_run: a rollout worker killed in the middle; test_resume |
-| 2 | kill -9 of a trainer | test_faults: every point; test_store_training: a second trainer fences the first out |
-| 3 | kill -9 of a tools worker | test_faults: every point; test_store_steps: a call with effects is started once |
+| 1 | kill -9 of a rollout worker | test_faults_*: every point; test_run: a rollout worker killed in the middle; test_resume |
+| 2 | kill -9 of a trainer | test_faults_*: every point; test_store_training: a second trainer fences the first out |
+| 3 | kill -9 of a tools worker | test_faults_*: every point; test_store_steps: a call with effects is started once |
 | 4 | SIGTERM | every worker that is told to stop; test_run: a worker that is told to stop |
 | 5 | Redis lost with all it knew | a redis that dies |
 | 6 | Redis hangs or refuses | a redis that hangs; test_cli: a broker that is away; test_stack: a dead result store |
@@ -21,7 +21,7 @@ Tests of this file and of test_matrix_parts.py (`parts`) are named by their firs
 | 17 | a tool hangs | a tool that hangs; test_workers: calls that never end take no place from others |
 | 18 | malformed tool calls | parts: every malformed call / whatever json; test_chat: a call that cannot be read; test_agent |
 | 22 | 20 submits of one name | twenty who submit; test_store: twenty threads that submit |
-| 23 | two trainers | a trainer that wakes up; test_faults: every point (`sleep`); test_store_training: a second trainer |
+| 23 | two trainers | a trainer that wakes up; test_faults_*: every point (`sleep`); test_store_training: a second trainer |
 | 24 | the clock jumps | parts: a workers clock; test_state_machine: no order of faults |
 | 31 | pickle on the broker | what anybody can write to the broker |
 | 32 | a forged job | what anybody can write to the broker |
