@@ -10,7 +10,7 @@ from tests.project.documents import DOCS, ROOT, between
 from tests.support.real_stack import SMALL, embedded_stack
 from tests.support.small_models import tiny_calling
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 
 def test_the_shown_code_reads_a_real_run_samples_from_its_policy_and_saves_it(short_folder: Path, tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dataset", "arithmetic", "--max-tasks", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
     flags += [
@@ -236,6 +237,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -597,6 +599,7 @@ def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, ca
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_start_and_goes_on_with_them(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -666,6 +669,7 @@ def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_an
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
     run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -737,6 +741,7 @@ def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "random"))
     words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-tasks", "4", *SMALL, "--name", "short"]

@@ -103,6 +103,7 @@ def leave(screen: Terminal) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_it(
     terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_dry_run_tells_size_and_memory_before_its_checks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_dry_run_reads_the_size_of_a_hub_model_without_downloading_it(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     with served_hub(folder) as address:
@@ -109,6 +110,7 @@ def test_dry_run_reads_the_size_of_a_hub_model_without_downloading_it(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and never answers
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -61,6 +61,7 @@ def test_a_command_that_only_looks_makes_nothing_in_a_fresh_folder(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_look_with_a_broker_that_is_named_makes_no_database_either(fresh: Path, tcp_redis: str) -> None:
     for words, code in (("runs", 0), ("doctor", 0), ("resume x", 5), ("watch x", 5)):
         done = process(["-m", "agentrl.cli", *words.split()], fresh, AGENTRL_BROKER_URL=tcp_redis)

@@ -12,7 +12,7 @@ from tests.conftest import missing
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 ROOT = Path(__file__).parents[2]
 LITELLM = ROOT / "build" / "litellm" / "bin" / "python"
 """Its pins are not ours: it has an environment of its own, as an agent may (`make test-slow` makes it)."""

@@ -96,6 +96,7 @@ def test_of_the_weights_some_must_be_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("breaking", ["an unknown architecture", "a file cut short"])
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_dry_run_refuses_a_model_that_cannot_be_loaded(
     home: Path, tmp_path: Path, breaking: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

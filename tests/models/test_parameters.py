@@ -75,6 +75,7 @@ def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path)
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_submit_says_first_what_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_random(tmp_path / "base")
     asked = ("-s", "model.lora_targets=[q_proj,v_proj]", "-s", "model.lora_alpha=8", "-s", "update.optimizer=adamw_8bit")

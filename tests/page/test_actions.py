@@ -60,6 +60,7 @@ def test_without_actions_nothing_is_done_and_what_to_type_is_said(trained: Datab
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_tags_and_notes_are_written_by_the_commands_that_a_person_would_type(trained: Database) -> None:
     app = application(store(trained), actions=True)
     answers = post(app, ("tag", {"run": 1, "text": "-good"}), ("note", {"run": 1, "text": "-- why\n\0; rm -rf /"}))

@@ -18,10 +18,11 @@ from tests.support.browser import Service, Watched, chromium, service, settle
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_calling
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 PICTURES = Path("build/page")
-WIDTHS = (390, 1280, 1920)
+WIDTHS = (390, 1920)
+"""Besides that of every other test, 1280."""
 SERIOUS = ("serious", "critical")
 SUBMIT = ("submit", "--dataset", "arithmetic", *SMALL, "--max-tasks", "24", "-s", "eval.every=2", "-s", "eval.tasks=8")
 
@@ -101,6 +102,11 @@ def look_at(page: Page, served: Service, address: str) -> None:
     settle(page)
 
 
+def overflow(page: Page) -> int:
+    """Return by how many pixels the page is wider than its window."""
+    return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_is_drawn_without_an_error_and_nothing_serious_stops_a_screen_reader(
     lived: Stack, served: Service, browser: Browser, scheme: Any
@@ -110,6 +116,7 @@ def test_every_view_is_drawn_without_an_error_and_nothing_serious_stops_a_screen
     found: dict[str, list[str]] = {}
     for name, address in views(lived).items():
         look_at(watched.page, served, address)
+        assert overflow(watched.page) <= 0, name
         assert watched.page.query_selector("main .problem") is None, (name, watched.page.inner_text("main"))
         results = Axe().run(watched.page).response["violations"]
         serious = [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in results if each["impact"] in SERIOUS]
@@ -129,7 +136,7 @@ def test_every_view_fits_its_window_and_is_pictured(lived: Stack, served: Servic
     for name, address in views(lived).items():
         look_at(page, served, address)
         page.screenshot(path=PICTURES / f"{name}-{width}.png")
-        wide |= {name: by} if (by := page.evaluate("document.documentElement.scrollWidth - innerWidth")) > 0 else {}
+        wide |= {name: by} if (by := overflow(page)) > 0 else {}
     assert wide == {}
     context.close()
 

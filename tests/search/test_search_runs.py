@@ -18,7 +18,7 @@ BEAM = {"rounds": 6, "beam_width": 3, "branch_factor": 1}
 """One edit of each: no two questions are alike, so that the script's answers do not depend on which comes first."""
 SEED = "Solve this: {question}"
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 
 @pytest.fixture

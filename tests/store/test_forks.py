@@ -34,7 +34,7 @@ from tests.support.forked_stack import forked_stack
 from tests.support.played_runs import claim, ready, start, submission, update_of
 from tests.support.real_stack import Stack, embedded_stack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 RUN = "origin"
 

@@ -20,7 +20,7 @@ from tests.conftest import missing
 from tests.support.played_runs import CALL, claim, sampled, start, submission, values
 from tests.support.real_stack import Stack
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = pytest.mark.usefixtures("forked_programs_of_module")
 
 PARTY = 4
 SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"

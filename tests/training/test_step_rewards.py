@@ -346,6 +346,7 @@ def test_a_weight_that_is_assigned_as_an_option_is_told_how_it_is_written() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

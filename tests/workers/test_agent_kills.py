@@ -10,7 +10,7 @@ from bench.faults.agent_kills import RUN, prepare, record, strike
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 VICTIMS = ("rollout,train", "endpoint", "agents", "agent", "rollout,train", "agents", "endpoint", "control")
 PAUSE_SECONDS = 1.5
 

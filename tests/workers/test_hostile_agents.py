@@ -12,7 +12,7 @@ from tests.support.hostile_agent import LOG, attacks
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = pytest.mark.usefixtures("forked_programs_of_module")
 
 ANSWERS = {0, 200, 400, 401, 404, 405, 413, 415, 431}
 """0: what never becomes a request is cut."""

@@ -22,7 +22,7 @@ from tests.support.real_stack import SMALL, embedded_stack
 from tests.support.small_models import tiny_random
 from tests.workers.test_run import count
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 EXACT = {"model__numerics": "exact", "rollout__max_staleness": 1}
 SAMPLED_WITH = (

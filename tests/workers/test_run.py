@@ -23,7 +23,7 @@ from tests.support.gate import at_gate, open_gate
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 
 @pytest.fixture(scope="module")
