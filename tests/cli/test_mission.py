@@ -57,42 +57,26 @@ def talked(stack: Stack, words: list[str]) -> str:
     return told.stdout
 
 
-def flow(stack: Stack, outputs: Path, epochs: tuple[int, int], few: tuple[str, ...], fewer: tuple[str, ...]) -> None:
-    """The three commands; SFT is killed once on the way, and typed again."""
+@pytest.mark.slow
+def test_sft_with_a_kill_then_rl_then_a_chat(stack: Stack, small_gsm8k: Path, tmp_path: Path) -> None:
+    """SFT is killed once on the way, and typed again."""
+    outputs = tmp_path / "outputs"
     learn = [
-        *("sft", "--model_path", "tiny", "--dataset", "gsm8k", "--num_epochs", str(epochs[0]), *few),
+        *("sft", "--model_path", "tiny", "--dataset", "gsm8k", "--num_epochs", "2", "--max_samples", "10"),
         *("--batch_size", "2", "--gradient_accumulation_steps", "2", "--save_every", "2", "--output_dir", str(outputs / "sft")),
     ]
     struck(stack, learn, "step 3/")
     assert not (outputs / "sft").exists()
     assert stack.agentrl(*learn) == f"{outputs / 'sft'}\n"
     reinforce = [
-        *("submit", "--model_path", str(outputs / "sft"), "--dataset", "gsm8k", "--samples_per_prompt", "4", *fewer),
-        *("--max_new_tokens", "24", "--max_steps", "2", "--total_epochs", str(epochs[1]), "--batch_size", "8"),
-        *(
-            "--gradient_accumulation_steps",
-            "2",
-            "--output_dir",
-            str(outputs / "rl"),
-            "--hook",
-            "tests.support.parity_hook:Lucky",
-        ),
+        *("submit", "--model_path", str(outputs / "sft"), "--dataset", "gsm8k", "--samples_per_prompt", "4"),
+        *("--max_samples", "5", "--max_new_tokens", "24", "--max_steps", "2", "--total_epochs", "2", "--batch_size", "8"),
+        *("--gradient_accumulation_steps", "2", "--output_dir", str(outputs / "rl")),
+        *("--hook", "tests.support.parity_hook:Lucky"),
     ]
     run = stack.agentrl(*reinforce, "--wait").strip()
-    last = outputs / "rl" / f"epoch_{epochs[1]}"
+    last = outputs / "rl" / "epoch_2"
     assert last.is_dir()
     assert [listed["status"] for listed in json.loads(stack.agentrl("runs", "--json")) if listed["run"] == run] == ["done"]
     ask = ["chat", "--model_path", str(last), "--max_new_tokens", "12", "--temperature", "0.7"]
     assert talked(stack, ask).strip()
-
-
-SIZES = {
-    "a few samples": ((1, 1), ("--max_samples", "10"), ("--max_samples", "5")),
-    "whole files": ((3, 2), (), ()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-def test_sft_with_a_kill_then_rl_then_a_chat(stack: Stack, small_gsm8k: Path, tmp_path: Path, size: str) -> None:
-    flow(stack, tmp_path / "outputs", *SIZES[size])

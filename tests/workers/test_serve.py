@@ -18,7 +18,7 @@ from sqlalchemy import text
 
 from agentrl.workflow.store.migrate import open_database
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 QUESTION: Any = [{"role": "user", "content": "What is 15 minus 8?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]
