@@ -29,7 +29,7 @@ from tests.support.browser import Service, Watched, chromium, service, settle
 from tests.support.hostile_rows import ATTACKS, FORMULA, MIXED, fill_with, make_hostile_model, poison
 from tests.support.own_postgres import own_postgres
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
 TABS = ("iterations", "episodes", "tasks", "ledger", "workers", "annotations", "prompts", "evals", "events", "config")
 INNOCENT = r"""() => {

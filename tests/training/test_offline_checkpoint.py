@@ -272,6 +272,7 @@ def start(folder: Path, **environment: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_command_that_was_killed_twice_makes_the_model_of_one_that_was_not(tmp_path: Path) -> None:
     whole = start(tmp_path / "quiet")
     assert whole.communicate()[1]
