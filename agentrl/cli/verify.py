@@ -281,6 +281,9 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
     if not reports:
         yield f"rewards  none: the episode is {status}", ""
     for report in reports:
+        if report.error:
+            yield f"rewards  {report.reward_set}: cannot be computed again: {report.error}", "red"
+            continue
         hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
         code = "" if report.same_code else "; the rewards' code is another now"
         said = f"{report.parts} parts computed again, {len(report.differences) or 'none'} differ{hooks}{code}"

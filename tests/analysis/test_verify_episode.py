@@ -518,4 +518,4 @@ def test_a_reward_that_raises_now_is_a_difference() -> None:
     named = {f"{__name__}:raising": 1.0}
     report = check_rewards(episode_of(([1], [2])), "default", Env(), named, named, "")
     assert not report.same
-    assert "the answers are away" in str(report.differences[0].found)
+    assert "the answers are away" in report.error

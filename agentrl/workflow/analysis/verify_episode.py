@@ -291,7 +291,7 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
 
 @dataclass(frozen=True, slots=True)
 class RewardDifference:
-    """A part (or the `reward`, their weighted sum) that comes to something else; `found` may be what a reward raised.
+    """A part (or the `reward`, their weighted sum) that comes to something else.
 
     `step`: whose; None for the whole episode's.
     """
@@ -310,6 +310,7 @@ class RewardsReport:
         parts: how many were computed.
         hooks: parts that hooks added; taken from the record.
         same_code: whether the rewards' files are those that scored the episode.
+        error: why they could not be computed; empty if they were.
     """
 
     reward_set: str
@@ -317,11 +318,12 @@ class RewardsReport:
     hooks: tuple[str, ...]
     same_code: bool
     differences: tuple[RewardDifference, ...] = ()
+    error: str = ""
 
     @property
     def same(self) -> bool:
         """Whether every number is exactly the recorded one."""
-        return not self.differences
+        return not self.differences and not self.error
 
     @property
     def compared_count(self) -> int:
@@ -353,7 +355,7 @@ def check_rewards(
         hooks = tuple(part for part in hooks if part not in found)
         sums = {SCALAR: total_reward({**found, **{part: recorded[part] for part in hooks}}, weights)}
     except (ConfigError, RewardError) as error:  # the other reward sets are verified all the same
-        return RewardsReport(reward_set, 0, hooks, same_code, (RewardDifference(SCALAR, episode.reward, str(error)),))
+        return RewardsReport(reward_set, 0, hooks, same_code, error=str(error))
     differences = [
         difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)
     ]
