@@ -45,7 +45,7 @@ def earned(answer: str) -> float:
             told = run_tool(judge, CallWork(1, "code", "tests_passed", question, "none", kind="grade"))
         except InfraError:
             continue
-        return verdicts({"tests_passed": judge}, {"tests_passed": told}, {"tests_passed": 1.0})["tests_passed"]
+        return verdicts({"tests_passed": judge}, {"tests_passed": told})["tests_passed"]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.envs import Env, score_episode
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import assign_rewards, code_hash, part_sum, score, total_reward
@@ -63,11 +64,12 @@ def test_these_do_not_say_72(text: str) -> None:
     assert numeric(text) == 0.0
 
 
-def test_score_leaves_out_a_reward_of_weight_zero_that_cannot_read_the_reference() -> None:
-    answer = episode(turn("Paris"), reference="Paris")
-    assert score(answer, {"numeric_answer": 0.0, "text_answer": 1.0}) == {"text_answer": 1.0}
-    with pytest.raises(RewardError, match="is not one number"):
-        score(answer, {"numeric_answer": 0.5, "text_answer": 1.0})
+def test_score_episode_leaves_out_an_uncounted_reward_of_the_env_that_cannot_read_the_reference() -> None:
+    answer, env = episode(turn("Paris"), reference="Paris"), Env(rewards={"numeric_answer": 1.0})
+    assert score_episode(env, answer, {"numeric_answer": 0.0, "text_answer": 1.0}) == {"text_answer": 1.0}
+    for weights in ({"numeric_answer": 0.5, "text_answer": 1.0}, {"numeric_answer": 0.0}):
+        with pytest.raises(RewardError, match="is not one number"):  # it counts; it is not the env's
+            score_episode(env if weights["numeric_answer"] else Env(), answer, weights)
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ CONVERTED = {
     "a string that shows another": ("class A(str):\n  def __str__(self): return '43'\ndef f(): return A('42')", '"42"'),
     "a list that gives others": ("class A(list):\n  def __iter__(self): return iter([3])\ndef f(): return A([1])", "[1]"),
     "a dict that gives others": ("class A(dict):\n  def items(self): return [(1, 2)]\ndef f(): return A(a=0)", '{"a": 0}'),
-    "a generator": ("def f(): yield 42", '{"$object": true}'),
+    "a generator": ("def f(): yield 42", '{"$iterator": [42]}'),
 }
 DIES = {
     "os._exit": "import os\ndef f(): os._exit(0)",

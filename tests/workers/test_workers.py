@@ -95,7 +95,7 @@ def work_for(function: Callable[..., Any]) -> CallWork:
     ("function", "content", "error_class"),
     [
         (quick, "1", None),
-        (listing, "['1']", None),
+        (listing, '["1"]', None),
         (raw, "b'1'", None),
         (leaving, "leaving failed: SystemExit: 1", "tool_crash"),
         (impatient, "impatient failed: TimeoutError: the page did not load", "tool_crash"),

@@ -12,7 +12,7 @@ from agentrl.workers.jobs.episode_scoring import scored_outcome, unscored_outcom
 from agentrl.workflow import emitters
 from agentrl.workflow.annotations import Annotation, rewards_of
 from agentrl.workflow.config import RolloutConfig
-from agentrl.workflow.envs import Env, gives_rewards
+from agentrl.workflow.envs import Env, gives_rewards, optional_rewards
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
@@ -128,7 +128,7 @@ class EpisodeRecorder:
             said = told.get(number, ())
             episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=said)
             try:
-                about = questions(episode, self.judges, self.work.weights)
+                about = questions(episode, self.judges, optional_rewards(self.env, self.work.weights))
             except RewardError as error:
                 outcomes.append(unscored_outcome(episode, error))
                 continue

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from agentrl.workflow.chains import as_read
-from agentrl.workflow.envs import Env, score_episode
+from agentrl.workflow.envs import Env, optional_rewards, score_episode
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook, parts_told
 from agentrl.workflow.rewards import Judge, Part, assign_rewards, check_parts, numbers, spread, total_reward, verdicts
@@ -33,7 +33,7 @@ def scored_outcome(
         InfraError: the system failed a reward.
     """
     try:
-        parts = score_episode(env, ended, work.weights, verdicts(judges, said, work.weights))
+        parts = score_episode(env, ended, work.weights, verdicts(judges, said, optional_rewards(env, work.weights)))
         parts |= _parts_from_agent(own, parts, len(ended.steps))
         own_weights = dict.fromkeys(own, own_weight)
         weights = {**own_weights, **work.weights}

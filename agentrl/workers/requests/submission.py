@@ -30,7 +30,7 @@ from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import LoadedTasks, env_of, load_tasks
 from agentrl.workflow.engines import Backend
-from agentrl.workflow.envs import Env, correctness_rule, gives_rewards
+from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional_rewards
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
@@ -186,11 +186,12 @@ def _check_tools(made: Experiment) -> None:
 
 
 def _rewards_to_check(made: Experiment) -> tuple[str, ...]:
-    """Return the rewards to try on the tasks' references: those that count.
+    """Return the rewards to try on the tasks' references: those that must not fail.
 
     The env's own rewards on a dataset that comes with agentrl are left out: agentrl's tests try those.
     """
-    name, counted = made.config.dataset.name, [reward for reward, weight in made.weights.items() if weight]
+    optional = optional_rewards(made.env, made.weights)
+    name, counted = made.config.dataset.name, [reward for reward in made.weights if reward not in optional]
     own = name in names("datasets") and env_of(made.config.dataset) == made.config.env
     return tuple(reward for reward in comparing_rewards(counted) if not (own and reward in made.env.rewards))
 

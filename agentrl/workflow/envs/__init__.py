@@ -108,6 +108,11 @@ class Env:
         return {}
 
 
+def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
+    """The env's own rewards that have weight 0 because a person named others: they may fail."""
+    return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
+
+
 def score_episode(
     env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
 ) -> dict[str, Part]:
@@ -118,7 +123,7 @@ def score_episode(
         InfraError: the system failed one of them.
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
-    parts = score(episode, weights, judged)
+    parts = score(episode, weights, judged, optional_rewards(env, weights))
     read, places = as_read(episode)
     source = f"{type(env).__name__}.final_reward"
     try:

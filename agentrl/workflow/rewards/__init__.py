@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -125,15 +125,18 @@ def _uncallable(reward: Reward) -> str:
     return ""
 
 
-def questions(episode: Episode, judges: Mapping[str, Judge], weights: Mapping[str, float]) -> dict[str, Mapping[str, Any]]:
+def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
     """What must be asked of judges before the finished episode can be scored: arguments by the judge's name.
 
+    Args:
+        optional: as of `score`.
+
     Raises:
-        RewardError: a judge that counts cannot be asked about it.
+        RewardError: a judge that is not optional cannot be asked about it.
     """
     asked, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
-        with _optional(weights[name]), _raise_reward_errors(name):
+        with _passed_over(name in optional), _raise_reward_errors(name):
             question = judge.asks(read)
             if isinstance(question, Mapping):
                 asked[name] = question
@@ -141,17 +144,20 @@ def questions(episode: Episode, judges: Mapping[str, Judge], weights: Mapping[st
 
 
 def verdicts(
-    judges: Mapping[str, Judge], results: Mapping[str, ToolResult], weights: Mapping[str, float]
+    judges: Mapping[str, Judge], results: Mapping[str, ToolResult], optional: Collection[str] = ()
 ) -> dict[str, Value | None]:
-    """The values that judges gave; None for one that failed and does not count.
+    """The values that judges gave; None for an optional one that failed.
+
+    Args:
+        optional: as of `score`.
 
     Raises:
-        RewardError: a judge that counts raised.
+        RewardError: a judge that is not optional raised.
     """
     values: dict[str, Value | None] = {}
     for name, result in results.items():
         values[name] = None
-        with _optional(weights[name]), _raise_reward_errors(name):
+        with _passed_over(name in optional), _raise_reward_errors(name):
             if result.error_class is not None:
                 raise RewardError(f"reward {name!r} did not judge: {result.content}")
             values[name] = judges[name].reads(result.content)
@@ -159,21 +165,25 @@ def verdicts(
 
 
 def score(
-    episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
+    episode: Episode,
+    weights: Mapping[str, float],
+    judged: Mapping[str, Value | None] = MappingProxyType({}),
+    optional: Collection[str] = (),
 ) -> dict[str, Part]:
     """The named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
 
-    A reward of weight 0 is recorded beside those that count. Where it fails, for example because it cannot read the task's
-    reference, the episode has no part of its name.
+    Args:
+        optional: rewards that are recorded beside those that a person named (`envs.optional_rewards`). Where one fails, for
+            example because it cannot read the task's reference, the episode has no part of its name.
 
     Raises:
-        RewardError: a reward that counts raised, or returned neither a finite number nor one for each step.
+        RewardError: a reward that is not optional raised, or returned neither a finite number nor one for each step.
         InfraError: the system failed a reward.
         SandboxUnavailable: a reward must run code, and nothing here can hold it.
     """
     parts, (read, places) = {}, as_read(episode)
-    for name, weight in weights.items():
-        with _optional(weight):
+    for name in weights:
+        with _passed_over(name in optional):
             with _raise_reward_errors(name):
                 value = judged[name] if name in judged else find("rewards", name)(read)
                 found = None if value is None and name in judged else numbers(value)
@@ -243,9 +253,9 @@ def part_sum(part: Part) -> float:
     return part if isinstance(part, float) else math.fsum(part)
 
 
-def _optional(weight: float) -> AbstractContextManager[None]:
-    """Passes over the failure of a reward that does not count."""
-    return nullcontext() if weight else suppress(RewardError)
+def _passed_over(optional: bool) -> AbstractContextManager[None]:
+    """Passes over the failure of an optional reward."""
+    return suppress(RewardError) if optional else nullcontext()
 
 
 @contextmanager
