@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 UP_SECONDS = 10.0
 """The longest wait for a worker of the embedded stack, which may have just been started."""
 
+START_SECONDS = 60.0
+"""The longest wait for services of a named broker, which may have just been started."""
+PAUSE_SECONDS = 0.5
+"""The pause between two looks for them."""
+
 _UNDECIDED = "has not said whether it can run this"
 RESTART_HINT = "Type `agentrl down`: what is unfinished goes on in the new stack"
 
@@ -140,6 +145,24 @@ def check_separate(separate: bool) -> None:
 
 
 def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[str]:
+    workers, missing, told = _ask_named_broker(asked)
+    deadline = time.monotonic() + START_SECONDS
+    if there and missing:
+        say(_join_lines(f"Waiting up to {START_SECONDS:.0f} s for services that may be starting.", missing))
+    while there and missing and time.monotonic() < deadline:
+        time.sleep(PAUSE_SECONDS)
+        workers, missing, told = _ask_named_broker(asked)
+    if there and missing:
+        hint = "Start them (`submit --detach` leaves it to workers to come)"
+        raise ServiceError(_join_lines("Nothing was started.", missing), hint)
+    unfit = [line for worker in workers for line in _lack_lines(worker)]
+    if fit and unfit:
+        raise WorkerError(_join_lines("Nothing was started.", unfit), "Restart those workers with what they lack")
+    return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
+
+
+def _ask_named_broker(asked: "Requirements") -> "tuple[list[Fitness], list[str], list[str]]":
+    """Return the workers' answers, hints for missing services, and remarks on workers that did not answer."""
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -153,16 +176,10 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
     missing += presence.missing_endpoint_hints(database()) if AGENTS in asked.roles else []
-    if there and missing:
-        hint = "Start them (`submit --detach` leaves it to workers to come)"
-        raise ServiceError(_join_lines("Nothing was started.", missing), hint)
-    unfit = [line for worker in workers for line in _lack_lines(worker)]
-    if fit and unfit:
-        raise WorkerError(_join_lines("Nothing was started.", unfit), "Restart those workers with what they lack")
     mute = f"{_UNDECIDED}: it is busy, or has another version of agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
     told += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
-    return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
+    return workers, missing, told
 
 
 def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:

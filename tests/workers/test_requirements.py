@@ -266,10 +266,32 @@ def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_t
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
     lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
+    monkeypatch.setattr(services, "START_SECONDS", 0.0)
     with pytest.raises(ServiceError, match="Nothing was started") as refused:
         services._check_named_broker(asked(tmp_path), there=True, fit=True)
     assert refused.value.message.split("\n  ")[1:] == lines
     assert services._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
+
+
+def test_named_broker_is_asked_again_until_its_workers_are_up(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`submit` right after `docker compose up -d`: the tools worker answers at the third look, and nothing is refused."""
+    looks: list[int] = []
+
+    def answer(question: requirements.Requirements) -> list[requirements.Fitness]:
+        looks.append(1)
+        return [worker(1, "rollout", "train"), *([worker(2, "tools")] if len(looks) > 2 else [])]
+
+    on_broker(monkeypatch, [], dict.fromkeys(QUEUES, 0))
+    monkeypatch.setattr(requirements, "ask_workers", answer)
+    monkeypatch.setattr(services, "PAUSE_SECONDS", 0.0)
+    assert services._check_named_broker(asked(tmp_path), there=True, fit=True) == []
+    assert len(looks) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "Waiting up to 60 s for services that may be starting.",
+        "  No worker serves the queue 'tools'. Start one: agentrl worker tools",
+    ]
 
 
 def test_on_a_named_broker_without_workers_nobody_is_waited_for(
