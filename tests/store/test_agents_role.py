@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import ProgrammingError
 
+from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads
 from agentrl.workflow.store.connect import Database
@@ -68,7 +68,7 @@ def test_whether_a_run_has_an_agent_is_no_error_for_a_login_that_may_not_ask(pos
 
 @pytest.mark.parametrize("statement", REFUSED)
 def test_it_is_refused_whatever_else_there_is(login: Database, statement: str) -> None:
-    with login.engine.connect() as connection, pytest.raises(ProgrammingError, match=r"permission denied|must"):
+    with login.engine.connect() as connection, pytest.raises(AccessDenied, match=r"permission denied|must"):
         connection.execute(text(statement))
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import ProgrammingError
 
 from agentrl.workers.jobs import tools_job
 from agentrl.workers.stack.replies import Replies
+from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
@@ -58,7 +58,7 @@ def test_it_answers_calls(postgres: Database, login: Database) -> None:
 
 @pytest.mark.parametrize("statement", REFUSED)
 def test_it_is_refused_whatever_else_there_is(login: Database, statement: str) -> None:
-    with login.engine.connect() as connection, pytest.raises(ProgrammingError, match=r"permission denied|must"):
+    with login.engine.connect() as connection, pytest.raises(AccessDenied, match=r"permission denied|must"):
         connection.execute(text(statement))
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ POOL_SIZE = 8
 
 POOL_SECONDS = 60.0
 """Seconds that a thread waits for a connection."""
+
+DENIED = "42501"
+"""Postgres' state of a statement that the login may not run."""
 
 _CLIENT_TIMEOUTS = {
     "connect_timeout": 10,
@@ -78,6 +81,8 @@ def database_url(text: str) -> URL:
         url = make_url(text)
     except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
         raise ConfigError("AGENTRL_DATABASE_URL is no database URL.", URL_HINT) from error
+    if "@" in (url.host or ""):  # a part of the password
+        raise ConfigError("The password in AGENTRL_DATABASE_URL is not escaped.", "Write @ as %40, or set PGPASSWORD instead.")
     if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         return url.set(drivername="postgresql+psycopg")
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
@@ -142,6 +147,7 @@ class Database:
             connect_args={**_CLIENT_TIMEOUTS, "client_encoding": "utf8"},
         )
         event.listen(engine, "connect", _configure_postgres)
+        event.listen(engine, "handle_error", _refuse_denied)
         return engine
 
     def full_database(self) -> "Database":
@@ -402,6 +408,16 @@ def _configure_postgres(connection: Any, record: object) -> None:
     with connection.cursor() as cursor:
         cursor.execute(";".join(f"SET {name} = {value}" for name, value in {**_SERVER_TIMEOUTS, **PLANNER_SETTINGS}.items()))
     connection.commit()
+
+
+def _refuse_denied(context: ExceptionContext) -> None:
+    if context.engine is None or getattr(context.original_exception, "sqlstate", None) != DENIED:
+        return
+    reason = " ".join(str(context.original_exception).split())
+    raise AccessDenied(
+        f"The login {context.engine.url.username} may not do this: {reason}.",
+        "Use the database's owner; in the compose stack: docker compose exec control agentrl ...",
+    ) from context.original_exception
 
 
 def _begin_immediate(connection: Connection) -> None:

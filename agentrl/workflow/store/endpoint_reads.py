@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, case, func, select
-from sqlalchemy.exc import ProgrammingError
 
+from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.planning import IS_AT_WORK
 from agentrl.workflow.tables import schema
@@ -14,8 +14,6 @@ from agentrl.workflow.trajectory import OPEN
 
 ENDPOINT = "endpoint"
 """The name of the endpoint's lease; the holder is its URL."""
-DENIED = "42501"
-"""Postgres's code for what a login may not do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,5 @@ def some_run_has_agent(database: Database) -> bool:
         with database.read() as tx:
             configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, asked)).scalars()
             return any(config.get("agent") for config in configs)
-    except ProgrammingError as error:
-        if getattr(error.orig, "sqlstate", "") == DENIED:
-            return False
-        raise
+    except AccessDenied:
+        return False
