@@ -215,7 +215,7 @@ def _engine(where: Any) -> Check:
 
 def _sandbox(where: Any) -> Check:
     from agentrl.workflow.errors import SandboxUnavailable
-    from agentrl.workflow.sandbox.find import INSTALL, attempts
+    from agentrl.workflow.sandbox.find import attempts, install_hint
 
     if where.sandbox == "none-unsafe":
         return Check("sandbox", "warn", "none: model-written code runs with your rights", "Unset AGENTRL_SANDBOX.")
@@ -229,7 +229,7 @@ def _sandbox(where: Any) -> Check:
             return Check("sandbox", "ok", "; ".join([f"{kind} {_describe_sandbox(found)}", *lacking]))
     refused = f"none: code tools refuse, the rest works. {' '.join(lacking)}"
     if where.sandbox == "auto":
-        return Check("sandbox", "warn", refused, INSTALL)
+        return Check("sandbox", "warn", refused, install_hint(where))
     return Check("sandbox", "fail", refused, "Mend it, or unset AGENTRL_SANDBOX.")
 
 

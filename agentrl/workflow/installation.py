@@ -6,6 +6,8 @@ from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 
+from agentrl.workflow.settings import settings
+
 ROOT = Path(__file__).parents[2]
 """The checkout, if agentrl is imported from one."""
 
@@ -18,11 +20,13 @@ def install_command(*names: str) -> str:
 
     In a checkout, extras are installed by name: `pip install -e 'CHECKOUT[mcp]'`. Elsewhere the command lists their packages
     with the versions that agentrl's metadata allows: `pip install 'mcp<3,>=2'`. It never asks a package index for agentrl,
-    which is another project there.
+    which is another project there. In the image of the compose stack, which is read-only, the hint names the build argument.
 
     Args:
         names: extras and packages of agentrl's metadata. A name that is both means the extra.
     """
+    if settings().image:
+        return f"add to AGENTRL_EXTRAS in .env: {','.join(names)}; then: docker compose up -d --build"
     try:
         ours = metadata.metadata("agentrl")
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH

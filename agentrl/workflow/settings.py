@@ -101,6 +101,9 @@ class Settings(BaseSettings):
     )
     sandbox_image: str = Field(default="", description="What the docker sandbox makes containers of: an image with a python3.")
 
+    ready_file: Path | None = Field(default=None, description="File that a worker keeps while it serves, for health checks.")
+    image: bool = Field(default=False, description="Set in the image of the compose stack: hints say what to change there.")
+
     @field_validator("home", mode="before")
     @classmethod
     def _home(cls, value: object) -> object:

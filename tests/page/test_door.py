@@ -1,6 +1,7 @@
 """Who is let in to the page, and what every answer binds the browser to."""
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
+from agentrl.workers.page import page_server
 from agentrl.workers.page.door import HEADERS, MAX_BODY_BYTES, Door, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
@@ -186,6 +188,15 @@ def test_on_another_interface_everything_wants_the_token(store: ReadOnlyStore) -
         assert ask(store, OPEN, "/api/store", "trainer.lab.example:7788", headers=headers).status_code == 200
     for host in ("evil.example:7788", "trainer.evil.example:7788"):
         assert ask(store, OPEN, "/api/store", host, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 421
+
+
+def test_the_link_of_a_page_in_the_compose_stack_opens_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "settings", lambda: Settings(image=True))
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        opened = page_server.prepare_door(listening, "secret", actions=False)
+    assert opened.link == f"http://127.0.0.1:{opened.rules.port}/?token=secret"
+    assert opened.rules.token == "secret"
+    assert "127.0.0.1" in opened.rules.names
 
 
 def test_a_strange_cookie_is_no_token(store: ReadOnlyStore) -> None:

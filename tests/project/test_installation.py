@@ -22,6 +22,8 @@ import hatch_build
 from agentrl.cli import doctor
 from agentrl.workflow import installation
 from agentrl.workflow.installation import install_command
+from agentrl.workflow.sandbox.find import install_hint
+from agentrl.workflow.settings import settings
 from tests.project.documents import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,6 +33,19 @@ EXTRAS = PROJECT["optional-dependencies"]
 def test_install_command_in_checkout_names_extras() -> None:
     assert install_command("mcp") == f"pip install -e '{ROOT}[mcp]'"
     assert install_command("mcp", "math") == f"pip install -e '{ROOT}[mcp,math]'"
+
+
+def test_install_command_in_the_image_names_the_build_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image is read-only for its user: pip cannot install there, and apt-get bubblewrap would not work."""
+    monkeypatch.setenv("AGENTRL_IMAGE", "1")
+    settings.cache_clear()
+    try:
+        hints = [install_command("mcp", "s3"), install_hint(settings())]
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+    assert hints[0] == "add to AGENTRL_EXTRAS in .env: mcp,s3; then: docker compose up -d --build"
+    assert not [hint for hint in hints if "pip" in hint or "apt-get" in hint]
 
 
 def test_install_command_elsewhere_names_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
 from agentrl.workers.serving.guarded_http import make_server, sweep
 from agentrl.workers.stack.listening import is_loopback
+from agentrl.workflow.settings import settings
 
 MAX_HEAD_BYTES = 16 * 1024
 GOODBYE_SECONDS = 1
@@ -40,7 +41,9 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
     wanted = "" if local else token
     once = token_urlsafe(24)
     rules = Rules(names_of("" if everywhere else host, own), port, not local, wanted, token if actions else "", once)
-    shown = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
+    # The compose stack publishes the port at the host's own loopback address.
+    everywhere_name = "127.0.0.1" if settings().image else socket.gethostname()
+    shown = everywhere_name if everywhere else f"[{host}]" if ":" in host else host
     at, secret = f"http://{shown}:{port}/", bool(wanted or actions)
     return Opened(rules, f"{at}?token={token}" if secret else at, f"{at}?token={once}" if secret else at)
 

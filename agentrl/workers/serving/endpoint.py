@@ -22,6 +22,7 @@ from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, Limit
 from agentrl.workers.serving.guarded_http import sweep
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
+from agentrl.workers.stack.readiness import readiness
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads, endpoint_reads
@@ -91,8 +92,9 @@ async def publish(database: Database, url: str, lease: float) -> None:
     while True:
         try:
             await asyncio.to_thread(control_reads.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
+            readiness().confirm()
         except ServiceError as error:
-            log.warning("%s", error)
+            readiness().lose(error.message)
         await asyncio.sleep(lease / 3)
 
 

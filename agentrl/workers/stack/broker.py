@@ -183,6 +183,11 @@ def require_broker(where: Settings) -> None:
     raise ServiceError(f"The embedded Redis ({socket_path(where)}) does not answer: {reason}.", "Start it: agentrl up")
 
 
+def shown_url(where: Settings) -> str:
+    """Return the broker's URL without its password."""
+    return _without_secrets(broker_url(where))
+
+
 def _without_secrets(url: str) -> str:
     """The URL without possible secrets: user and password, query."""
     head, separator, rest = url.partition("?")[0].rpartition("@")

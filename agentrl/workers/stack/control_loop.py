@@ -8,6 +8,7 @@ from logging import getLogger
 
 from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
 from agentrl.workers.stack.process import database, stopping, worker_name
+from agentrl.workers.stack.readiness import readiness
 from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
@@ -22,8 +23,9 @@ def run() -> None:
     while not stopping.is_set():
         try:
             tick()
+            readiness().confirm()
         except ServiceError as error:
-            log.warning("%s", error)
+            readiness().lose(error.message)
         except Exception:
             log.exception("this tick failed; the next one starts from the rows again")
         stopping.wait(settings().tick_seconds)

@@ -72,7 +72,7 @@ class Replies:
             try:
                 self._read_replies(connection)
             except (redis.RedisError, OSError) as error:
-                log.info("the broker is away: %s", error)
+                log.debug("the broker is away: %s", error)  # the worker's readiness says it once
                 time.sleep(0.5)
 
     def _read_replies(self, connection: "redis.Redis") -> None:

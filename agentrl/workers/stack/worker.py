@@ -6,17 +6,21 @@ Rollout and train may share one process, with one copy of the base; tools and co
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from logging import getLogger
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from agentrl import __version__
+from agentrl.workers.stack.readiness import follow_celery, readiness
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.gc_pause import pause_gc
-from agentrl.workflow.settings import settings
+from agentrl.workflow.settings import Settings, settings
 
 if TYPE_CHECKING:
     from celery.apps.worker import Worker
@@ -68,6 +72,9 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     if len(roles) > 1 and not set(roles) <= SHARED_ROLES:
         raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
     set_up_logging()
+    where = settings()
+    getLogger("agentrl.worker").info("starting %s: agentrl %s, %s", ",".join(roles), __version__, _describe_servers(where))
+    readiness()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if SHARED_ROLES.intersection(roles):
         _let_segments_grow()
@@ -81,6 +88,14 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
         import_module(MODULES["endpoint"]).run(**listening)
     else:
         _run_queues(roles, concurrency or sum(CONCURRENCY.get(role, settings().agents) for role in roles))
+
+
+def _describe_servers(where: Settings) -> str:
+    """Return the addresses of the database and the broker, without passwords."""
+    from agentrl.workers.stack.broker import shown_url
+    from agentrl.workflow.store.connect import database_url
+
+    return f"database {database_url(where.database).render_as_string(hide_password=True)}, broker {shown_url(where)}"
 
 
 def _let_segments_grow() -> None:
@@ -140,6 +155,7 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
         stopping.set()
 
     worker_shutting_down.connect(stop, weak=False)
+    follow_celery()
     sys.setswitchinterval(SWITCH_SECONDS)
     database()  # a database that is not ready is reported now, not in the first job
     worker = make_worker(roles, concurrency)
@@ -167,7 +183,7 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
         queues=[*roles, *own],
         pool="threads",
         concurrency=concurrency,
-        hostname=f"{'-'.join(roles)}-{os.getpid()}@%h",
+        hostname=f"{'-'.join(roles)}-{os.getpid()}@{socket.gethostname()}",  # %h is expanded on Celery's command line only
         loglevel="WARNING",
         without_mingle=True,
         without_gossip=True,

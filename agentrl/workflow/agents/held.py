@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.settings import settings
 
 FUNCTION = "agentrl.workers.agents.function"
 """The module that runs a function as a program."""
@@ -28,10 +29,10 @@ def check_held(asked: AgentConfig) -> None:
     if asked.sandboxed:
         program = shutil.which("bwrap")
         if program is None:
-            raise ConfigError(
-                "The agent runs in bubblewrap, which is not installed here.",
-                "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed.",
-            )
+            hint = "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed."
+            if settings().image:
+                hint = "Add --agent-unsafe: the agents service is locked down itself, and all its agents share it."
+            raise ConfigError("The agent runs in bubblewrap, which is not installed here.", hint)
         if said := _refusal(program, asked.network == "endpoint"):
             raise ConfigError(
                 f"The agent runs in bubblewrap, which makes no sandbox here: {said}.",

@@ -32,7 +32,6 @@ from agentrl.workflow.trajectory import Episode, ToolResult
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
 """Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
-INSTALL = install_command("math")
 INSTALL_IN_IMAGE = "pip install math-verify"
 
 LIMITS = Limits(cpu_seconds=3.0)
@@ -152,7 +151,7 @@ def installed() -> tuple[str, ...]:
     found = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in found if spec for folder in spec.submodule_search_locations or ()]
     if not all(found):
-        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", INSTALL)
+        raise ConfigError("The reward math_answer needs math-verify, which is not installed.", install_command("math"))
     return (*folders, *(str(Path(file.locate()).parent) for file in metadata.files(ASKED_FOR) or () if file.name == "METADATA"))
 
 

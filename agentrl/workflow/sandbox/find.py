@@ -18,7 +18,13 @@ from agentrl.workflow.sandbox.trial import holds, interpreters
 from agentrl.workflow.settings import Settings
 
 PREFERRED_KINDS = ("bwrap", "landlock")
-INSTALL = "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
+
+
+def install_hint(settings: Settings) -> str:
+    """Return what to install, or to change, for a sandbox that works."""
+    if settings.image:
+        return "Run the compose stack on Linux 6.12 or newer: its sandbox is landlock."
+    return "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
@@ -36,7 +42,7 @@ def find_sandbox(settings: Settings) -> Sandbox:
     if settings.sandbox in lacking:
         raise lacking[settings.sandbox]
     said = " ".join(f"{kind}: {error.message}" for kind, error in lacking.items())
-    raise SandboxUnavailable(f"No sandbox holds model-written code on this machine. {said}", INSTALL)
+    raise SandboxUnavailable(f"No sandbox holds model-written code on this machine. {said}", install_hint(settings))
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
@@ -64,7 +70,7 @@ def find_bwrap(settings: Settings) -> Sandbox:
     """
     program = shutil.which("bwrap")
     if program is None:
-        raise SandboxUnavailable("The bwrap sandbox needs bubblewrap, and bubblewrap is not installed.", INSTALL)
+        raise SandboxUnavailable("The bwrap sandbox needs bubblewrap, and bubblewrap is not installed.", install_hint(settings))
     cgroups.sweep()
     uids = uid_pool.uid_range(settings.sandbox_uids)
     said = "no interpreter was found"
@@ -75,7 +81,7 @@ def find_bwrap(settings: Settings) -> Sandbox:
         if comes_up:
             warm = replace(profile, nests=True)
             return Boxed(spawn.launch(warm if proc and try_profile(warm, uids)[0] else profile, uids))
-    raise SandboxUnavailable(f"bubblewrap is installed, but its sandbox does not start here: {said}", INSTALL)
+    raise SandboxUnavailable(f"bubblewrap is installed, but its sandbox does not start here: {said}", install_hint(settings))
 
 
 def find_unsafe(settings: Settings) -> Sandbox:

@@ -66,7 +66,10 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
     known = select(events.id).where(events.run_id == run, events.kind.in_(LOSS_EVENTS), events.subject == worker)
     known = known.where(events.created_at >= seen)
     if tx.execute(known.limit(1)).first() is None:
-        said = f"its lease on {what} ran out, and was not handed back; {heir.partition('/')[0]} goes on from the last commit"
+        successor = heir.partition("/")[0]
+        if successor == worker:  # in a container, which keeps its name, every process has the same pid
+            successor = "the same worker, started again,"
+        said = f"its lease on {what} ran out, and was not handed back; {successor} goes on from the last commit"
         log(tx, run, "worker_lost", worker, said)
 
 
