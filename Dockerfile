@@ -4,6 +4,8 @@ FROM ${BASE}
 
 # An index with other builds of torch; empty takes the package index's own, which on Linux carries CUDA.
 ARG TORCH_INDEX=
+# Extras of pyproject.toml, separated by commas.
+ARG EXTRAS=math
 
 RUN command -v python3 >/dev/null || (apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
@@ -13,6 +15,7 @@ RUN useradd --create-home --uid 10001 agentrl \
     && python3 -m venv /opt/agentrl
 ENV PATH=/opt/agentrl/bin:$PATH \
     AGENTRL_HOME=/data \
+    AGENTRL_IMAGE=1 \
     HF_HOME=/data/hub \
     PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -22,7 +25,7 @@ ENV PATH=/opt/agentrl/bin:$PATH \
 WORKDIR /src
 COPY pyproject.toml constraints.txt hatch_build.py ./
 COPY agentrl/__init__.py agentrl/
-RUN touch README.md && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} ".[math]"
+RUN touch README.md && pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} ".[${EXTRAS}]"
 COPY LICENSE README.md ./
 COPY agentrl agentrl
 RUN pip install --no-deps --force-reinstall . \

@@ -159,26 +159,18 @@ release: .venv/.twine
 	$(call pip,build/twine,twine)
 	@touch $@
 
-# Eight services, three small runs through all of them, the second with an agent, the third with programs in the tools service's
-# sandbox; in a project of its own: another stack of this folder keeps its volumes.
-compose-test: export COMPOSE_PROJECT_NAME = agentrl-test
-compose-test: export COMPOSE_FILE = docker-compose.yml:tests/support/compose_agents/compose.yml
-compose-test:
-	set -e; trap '$(COMPOSE) down -v' EXIT; \
-	$(COMPOSE) up -d --build; \
-	$(COMPOSE) exec -T control agentrl sft --dataset arithmetic --model tiny --steps 60; \
-	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 32 --wait; \
-	$(COMPOSE) exec -T control agentrl submit --dataset arithmetic --model tiny --epochs 1 --max-samples 16 --wait \
-		--agent plain_agent:solve; \
-	$(COMPOSE) exec -T control agentrl replay --verify all; \
-	$(COMPOSE) exec -T control agentrl runs; \
-	$(COMPOSE) exec -T control agentrl sql "SELECT current_user, count(*) AS episodes FROM v_episodes"; \
-	$(COMPOSE) exec -T control agentrl doctor; \
-	$(COMPOSE) exec -T tools agentrl doctor; \
-	$(COMPOSE) exec -T agents agentrl doctor; \
-	$(COMPOSE) exec -T control agentrl sft --dataset code_tiny --model tiny --steps 60; \
-	$(COMPOSE) exec -T control agentrl submit --dataset code_tiny --model tiny --epochs 1 --max-samples 16 --wait; \
-	$(COMPOSE) exec -T control agentrl sql "SELECT sandbox, count(*) AS calls FROM v_tool_calls GROUP BY sandbox"
+# Settings of the compose stack, with passwords that are made up; a file that is there stays.
+.env:
+	@umask 077; while IFS= read -r line; do case $$line in \
+		*_PASSWORD=) echo "$$line$$(od -An -N18 -tx1 /dev/urandom | tr -d ' \n')";; \
+		*) echo "$$line";; esac; done <.env.example >.env.new && mv .env.new .env
+	@mkdir -p work
+	@echo 'Wrote .env. Next: $(COMPOSE) up -d --build'
+
+# The whole stack in a project of its own (another stack of this folder keeps its volumes): runs with a reward of one's own, with
+# math_answer, with agents (a function, a program), with programs in the tools service's sandbox; two rollout workers; a lost Redis.
+compose-test: .env
+	COMPOSE='$(COMPOSE)' .ci/compose
 
 clean:
 	rm -rf build dist .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

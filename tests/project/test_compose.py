@@ -3,6 +3,7 @@ runs them.
 """
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,32 @@ STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text()
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]
-OURS = ("control", "rollout", "train", "tools", "endpoint", "agents")
+OURS = ("control", "rollout", "train", "tools", "endpoint", "agents", "ui")
 LOCKED = ("tools", "agents")
+EXAMPLE = (ROOT / ".env.example").read_text()
+PASSWORDS = ("POSTGRES_PASSWORD", "AGENTRL_READER_PASSWORD", "AGENTRL_TOOLS_PASSWORD", "AGENTRL_AGENTS_PASSWORD")
+NOT_IN_CONTAINERS = {
+    "redis_server",
+    "idle_stop_seconds",
+    "endpoint_port",
+    "sandbox_uids",
+    "sandbox_image",
+    "database_reader_url",
+}
+"""Settings of the embedded stack, of root, of docker as a sandbox, and one that the reader's password replaces."""
 
 
 def test_the_stack_is_two_servers_and_one_service_for_each_role() -> None:
     assert set(SERVICES) == {"postgres", "redis", *OURS}
     roles = ("rollout", "train", "tools", "endpoint", "agents")
     assert {name: SERVICES[name]["command"][:3] for name in roles} == {name: ["agentrl", "worker", name] for name in roles}
-    assert not any("ports" in service for service in SERVICES.values())
+    assert [name for name, service in SERVICES.items() if "ports" in service] == ["ui"]
 
 
 @pytest.mark.parametrize("name", LOCKED)
 def test_what_runs_what_models_write_is_locked_down(name: str) -> None:
     tools = SERVICES[name]
-    assert tools["volumes"] == []
+    assert tools["volumes"] == ["./work:/work:ro"]
     assert tools["read_only"] is True
     assert tools["tmpfs"] == ["/tmp:size=256m"]
     assert tools["ipc"] == "none"
@@ -50,16 +62,90 @@ def test_only_control_knows_the_readers_password() -> None:
     assert [name for name in OURS if "AGENTRL_READER_PASSWORD" in SERVICES[name]["environment"]] == ["control"]
 
 
-def test_tools_and_agents_log_in_as_roles_that_control_makes_and_know_no_other_password() -> None:
-    logins = {name: make_url(shown(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"])) for name in OURS}
-    assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | {
-        "tools": migrate.TOOLS_ROLE,
-        "agents": migrate.AGENTS_ROLE,
+def test_services_log_in_as_roles_that_control_makes_and_know_no_other_password() -> None:
+    logins = {name: make_url(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"]) for name in OURS}
+    roles = {"tools": migrate.TOOLS_ROLE, "agents": migrate.AGENTS_ROLE, "ui": migrate.READER_ROLE}
+    assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | roles
+    for name, role in roles.items():
+        variable = f"AGENTRL_{role.removeprefix('agentrl_').upper()}_PASSWORD"
+        environment = SERVICES[name]["environment"]
+        assert environment["PGPASSWORD"] == SERVICES["control"]["environment"][variable]
+        assert set(re.findall(r"\$\{(\w+PASSWORD)", str(environment))) == {variable}
+
+
+def test_passwords_have_no_default_and_are_in_no_url() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert set(re.findall(r"\$\{(\w*PASSWORD)", text)) == set(PASSWORDS)
+    assert all(f"${{{name}:?Type: make .env}}" in text for name in PASSWORDS)
+    assert {make_url(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"]).password for name in OURS} == {None}
+
+
+def test_make_env_makes_up_passwords_once(tmp_path: Path) -> None:
+    for name in ("Makefile", ".env.example"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    texts = []
+    for _ in range(2):
+        subprocess.run(["make", ".env"], cwd=tmp_path, check=True, capture_output=True)
+        texts.append((tmp_path / ".env").read_text())
+    assert texts[0] == texts[1], "a file that is there stays"
+    values = dict(line.split("=", 1) for line in texts[0].splitlines() if line and not line.startswith("#"))
+    assert set(values) == set(PASSWORDS)
+    assert all(re.fullmatch(r"[0-9a-f]{36}", value) for value in values.values())
+    assert len(set(values.values())) == len(PASSWORDS)
+    assert re.sub(r"(?m)(?<=PASSWORD=)[0-9a-f]+$", "", texts[0]) == EXAMPLE
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "work").is_dir()
+
+
+def test_env_example_names_each_setting_as_the_code_describes_it() -> None:
+    described = dict(reversed(pair) for pair in re.findall(r"(?m)^# (.*)\n#?(\w+=.*)$", EXAMPLE))
+    fixed = {name for service in OURS for name, value in SERVICES[service]["environment"].items() if value and "$" not in value}
+    fixed |= set(re.findall(r"\bAGENTRL_\w+", DOCKERFILE))
+    fields = {f"AGENTRL_{name.upper()}": (name, field) for name, field in Settings.model_fields.items()}
+    expected = {
+        f"{variable}={'' if field.default is None else field.default}": field.description
+        for variable, (name, field) in fields.items()
+        if variable not in fixed and name not in NOT_IN_CONTAINERS
     }
-    for name in LOCKED:
-        variable = f"AGENTRL_{name.upper()}_PASSWORD"
-        assert logins[name].password == shown(SERVICES["control"]["environment"][variable])
-        assert set(re.findall(r"\w*PASSWORD", str(SERVICES[name]["environment"]))) == {variable}
+    assert {line: described.get(line) for line in expected} == expected
+
+
+def test_each_variable_of_env_example_reaches_a_service_or_the_build() -> None:
+    named = set(re.findall(r"(?m)^#?(\w+)=", EXAMPLE))
+    text = "".join((ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.gpu.yml"))
+    passed = {name for service in OURS for name, value in SERVICES[service]["environment"].items() if value is None}
+    assert named == passed | set(re.findall(r"\$\{(\w+)", text))
+
+
+def test_settings_reach_the_services_that_use_them() -> None:
+    passed = {service: set(SERVICES[service]["environment"]) for service in OURS}
+    everywhere = set(OURS) - {"ui"}
+    for name in ("AGENTRL_GSM8K_DIR", "AGENTRL_SEARCH", "PYTHONPATH"):
+        assert {service for service in OURS if name in passed[service]} == everywhere
+    for name in ("HF_TOKEN", "AGENTRL_ENGINE_KEY", "AWS_SECRET_ACCESS_KEY"):
+        assert {service for service in OURS if name in passed[service]} == {"control", "rollout", "train"}
+    assert {service for service in OURS if "./work:/work:ro" in SERVICES[service]["volumes"]} == everywhere
+
+
+def test_each_service_says_when_it_is_ready_and_rotates_its_log() -> None:
+    for name, service in SERVICES.items():
+        assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}, name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+    workers = [name for name in OURS if name != "ui"]
+    for name in workers:
+        assert SERVICES[name]["healthcheck"]["test"] == [
+            "CMD",
+            "test",
+            "-f",
+            SERVICES[name]["environment"]["AGENTRL_READY_FILE"],
+        ]
+
+
+def test_the_page_is_published_on_this_host_alone_under_the_port_it_listens_at() -> None:
+    port = "${UI_PORT:-7788}"
+    assert SERVICES["ui"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert SERVICES["ui"]["command"] == ["agentrl", "ui", "--host", "0.0.0.0", "--port", port, "--no-browser"]
+    assert SERVICES["ui"]["volumes"] == ["data:/data:ro"]
 
 
 def test_agents_are_told_where_the_endpoint_listens() -> None:
@@ -81,7 +167,7 @@ def shown(text: str) -> str:
 
 def test_every_variable_set_is_a_setting() -> None:
     known = {f"AGENTRL_{name.upper()}" for name in Settings.model_fields}
-    given = {name for service in OURS for name in SERVICES[service]["environment"]}
+    given = {name for service in OURS for name in SERVICES[service]["environment"] if name.startswith("AGENTRL_")}
     assert given | set(re.findall(r"\bAGENTRL_\w+", DOCKERFILE)) <= known
 
 
