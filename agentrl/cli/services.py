@@ -148,7 +148,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     workers, missing, told = _ask_named_broker(asked)
     deadline = time.monotonic() + START_SECONDS
     if there and missing:
-        say(_join_lines(f"Waiting up to {START_SECONDS:.0f} s for services that may be starting.", missing))
+        say(f"Waiting up to {START_SECONDS:.0f} s for services that may be starting.")
     while there and missing and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
         workers, missing, told = _ask_named_broker(asked)

@@ -608,6 +608,7 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     settings.cache_clear()
     for module in ("stack.celery_app", "stack.presence", "requests.requirements"):
         monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
+    monkeypatch.setattr("agentrl.cli.services.START_SECONDS", 0.1)
     words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(_small_model(tmp_path))]
     for extra in ([], ["--wait"]):
         complaint = agentrl(capsys, *words, *extra, code=4)

@@ -290,7 +290,6 @@ def test_named_broker_is_asked_again_until_its_workers_are_up(
     assert len(looks) == 3
     assert capsys.readouterr().err.splitlines() == [
         "Waiting up to 60 s for services that may be starting.",
-        "  No worker serves the queue 'tools'. Start one: agentrl worker tools",
     ]
 
 
