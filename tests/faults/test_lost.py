@@ -128,6 +128,16 @@ def test_a_worker_elsewhere_whose_lease_ran_out_is_named_once_by_who_goes_on(own
     assert "near:8 goes on" in told
 
 
+def test_takeover_by_a_restarted_container_names_no_other_worker(own_database: Database) -> None:
+    """A process that is started again in a container has the host and the pid of the one that was killed."""
+    group, *_ = start(own_database, submission())
+    for claimant in ("box:1/1", "box:1/2"):
+        rollout_claims.claim_group(own_database, group, claimant, EXPIRED)
+    ((who, detail),) = lost_events(own_database)
+    assert who == "box:1"
+    assert "the same worker, started again, goes on" in detail
+
+
 def test_who_hands_a_claim_back_is_not_lost(own_database: Database) -> None:
     group, *_ = start(own_database, submission())
     work = claim(own_database, group)
