@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 import agentrl
 import hatch_build
 from agentrl.cli import doctor
+from agentrl.workers.stack import presence
 from agentrl.workflow import installation
 from agentrl.workflow.installation import install_command
 from agentrl.workflow.sandbox.find import install_hint
@@ -40,11 +41,12 @@ def test_install_command_in_the_image_names_the_build_argument(monkeypatch: pyte
     monkeypatch.setenv("AGENTRL_IMAGE", "1")
     settings.cache_clear()
     try:
-        hints = [install_command("mcp", "s3"), install_hint(settings())]
+        hints = [install_command("mcp", "s3"), install_hint(settings()), *presence.missing_worker_hints(["train"])]
     finally:
         monkeypatch.undo()
         settings.cache_clear()
     assert hints[0] == "add to AGENTRL_EXTRAS in .env: mcp,s3; then: docker compose up -d --build"
+    assert hints[2].endswith("Start one: docker compose up -d train")
     assert not [hint for hint in hints if "pip" in hint or "apt-get" in hint]
 
 

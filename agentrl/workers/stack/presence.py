@@ -31,15 +31,20 @@ def _ask_queues() -> dict[str, set[str]]:
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
 
+def start_command(role: str) -> str:
+    """Return the command that starts a worker: on this host, or as a service of the compose stack."""
+    return f"docker compose up -d {role}" if settings().image else f"agentrl worker {role}"
+
+
 def missing_worker_hints(queues: Iterable[str]) -> list[str]:
     """Hints for queues that no worker serves."""
-    return [f"No worker serves the queue {queue!r}. Start one: agentrl worker {queue}" for queue in queues]
+    return [f"No worker serves the queue {queue!r}. Start one: {start_command(queue)}" for queue in queues]
 
 
 def missing_control_hints(db: Database) -> list[str]:
     """A hint if no control loop runs; else empty."""
     there = control_reads.service_holder(db, "control") is not None
-    return [] if there else ["No control loop runs. Start one: agentrl worker control"]
+    return [] if there else [f"No control loop runs. Start one: {start_command('control')}"]
 
 
 def find_endpoint_url(db: Database) -> str | None:
@@ -50,4 +55,4 @@ def find_endpoint_url(db: Database) -> str | None:
 def missing_endpoint_hints(db: Database) -> list[str]:
     """A hint if no endpoint runs; else empty."""
     there = find_endpoint_url(db) is not None
-    return [] if there else ["No endpoint runs. Start one: agentrl worker endpoint"]
+    return [] if there else [f"No endpoint runs. Start one: {start_command(ENDPOINT)}"]
