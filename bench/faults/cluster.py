@@ -48,7 +48,8 @@ class Crew(ForkedStack):
 
     def wake(self, child: Child) -> None:
         """Ends the sleep of a stopped child's own alarm clock."""
-        (clock,) = _children(child.pid)
+        # A forked child's other child is its fork server.
+        (clock,) = (each for each in _children(child.pid) if b"kill -CONT" in Path(f"/proc/{each}/cmdline").read_bytes())
         for sleep in _children(clock):
             os.kill(sleep, signal.SIGTERM)
 
