@@ -73,7 +73,7 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
         raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
     set_up_logging()
     where = settings()
-    getLogger("agentrl.worker").info("starting %s: agentrl %s, %s", ",".join(roles), __version__, _describe_servers(where))
+    getLogger("agentrl.worker").info("starting %s: version %s, %s", ",".join(roles), __version__, _describe_servers(where))
     readiness()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if SHARED_ROLES.intersection(roles):

@@ -21,10 +21,8 @@ def check_format(run: str, number: int, verb: str) -> None:
     if number == RUN_FORMAT:
         return
     commit = LAST_COMMITS.get(number)
-    there = (
-        f"agentrl at commit {commit}, on a copy of the store from before its upgrade" if commit else "the agentrl that made it"
-    )
+    last = f"commit {commit}, on a copy of the store from before its upgrade" if commit else "the version that made it"
     raise StateError(
-        f"Run {run!r} has format {number} and this agentrl can {verb} only format {RUN_FORMAT}: use {there}.",
+        f"Run {run!r} has format {number} and this agentrl can {verb} only format {RUN_FORMAT}: use agentrl at {last}.",
         f"Read it here: agentrl episodes {run}",
     )
