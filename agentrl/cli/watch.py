@@ -107,15 +107,16 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
     flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
     if run["kind"] != "train" or not flat:
         return []
+    from agentrl.workflow.algorithms import find_gradient
     from agentrl.workflow.store.reads import run_rows
 
     found = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
-    if not found["episodes"]:
+    if not found["episodes"] or not find_gradient(found["algorithm"]).needs_group:
         return []
     lines = [f"The last {FLAT_ITERATIONS} iterations taught nothing: in each group all rewards are equal."]
     for part in found["parts"]:
         least, most = cell(part["least"]), cell(part["most"])
-        lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}, equal in each group'}")
+        lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}'}")
     lines.append(
         f"  of {found['episodes']} episodes {found['called']} made a call, {found['unreadable']} one that could not be read"
     )

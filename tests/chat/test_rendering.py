@@ -215,6 +215,9 @@ def test_opening_and_continuation_refuse_to_drop_a_system_message() -> None:
     with pytest.raises(ModelError, match="drops a system message"):
         chat().continuation([later, QUESTION])
     assert "first" in chat().decode(chat().opening([Message("system", " first\n"), QUESTION]))
+    switched = tiny_tokenizer([])
+    switched.chat_template = TEMPLATE.replace("messages[0].content }}", "messages[0].content | replace('/no_think', '') }}")
+    assert "Be kind." in Chat(switched).decode(Chat(switched).opening([Message("system", "/no_think Be kind."), QUESTION]))
 
 
 def test_the_hashes_tell_tokenizers_and_templates_apart() -> None:

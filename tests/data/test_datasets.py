@@ -298,6 +298,8 @@ def test_load_tasks_uses_a_row_that_comes_again_once_and_counts_it(tmp_path: Pat
     loaded = load_tasks(DatasetConfig(name=str(file)))
     assert [task.key for task in loaded.tasks] == ["own/1", "own/2", "own/4"]
     assert (loaded.repeated, loaded.skipped) == (2, ())
+    few = load_tasks(DatasetConfig(name=str(file), max_tasks=3))
+    assert ([task.key for task in few.tasks], few.repeated) == (["own/1", "own/2", "own/4"], 1), "the first tasks, not rows"
     prepared = prepare(None, build({"dataset.name": str(file), "model.path": str(tiny_random(tmp_path / "model"))}))
     assert f"{file}: 2 rows say the same as an earlier one; each task is used once." in prepared.remarks
 

@@ -100,8 +100,8 @@ FORMS = {
         "    return [change(item) + more for item in items]\n",
         "    import math\n\n    class Times:\n        def __init__(self, n):\n            self.n = n\n\n"
         "        def __call__(self, x):\n            return self.n * x\n\n"
-        "    three = 3\n    times = Times(2)\n    times.n = 5\n"
-        "    assert candidate(lambda x: x + 1, [1, 2]) == [2, 3]\n    assert candidate(times, [1, 2], more=1) == [6, 11]\n"
+        "    three = 3\n"
+        "    assert candidate(lambda x: x + 1, [1, 2]) == [2, 3]\n    assert candidate(Times(5), [1, 2], more=1) == [6, 11]\n"
         "    for i in range(2):\n        assert candidate(change=lambda x: x + i * three, items=[1]) == [1 + 3 * i]\n"
         "    assert candidate(math.sqrt, [4.0]) == [2.0]",
     ),
@@ -197,7 +197,26 @@ def test_the_session_of_an_answer_sees_the_arguments_of_its_calls_and_nothing_th
     assert [json.loads(text)["args"] for text in asked] == ["[[1], 1]", "[[2]]"]
     assert not [text for text in asked if "4242" in text or "77" in text or "assert" in text]
     hidden = test.replace("lambda x: x,", "helper,")
-    assert "makes it: function" in checks.outcome(reference, hidden, "mapped", [], final=False)["unjudged"]
+    assert "call itself: function" in checks.outcome(reference, hidden, "mapped", [], final=False)["unjudged"]
+
+
+OTHER_ARGUMENTS = {
+    "a list that holds what is expected": "all = [(lambda x: x + 1, 3)]\n    assert candidate(all[0][0], [2]) == [all[0][1]]",
+    "an object that changes": "times = Times(2)\n    times.n = 3\n    assert candidate(times, [1]) == [3]",
+    "a name with two meanings": "f = lambda x: x\n    if True: f = lambda x: 2 * x\n    assert candidate(f, [1]) == [2]",
+    "a default that is older": "n = 1\n    f = lambda x, k=n: x + k\n    n = 5\n    assert candidate(f, [1]) == [2]",
+    "an iterator beside it": "assert candidate(lambda x: x + 1, iter([1])) == [2]",
+    "a call by another": "assert max([Times(1), Times(2)], key=lambda t: candidate(t, [1])[0]).n == 2",
+    "an assignment in it": "assert candidate((f := lambda x: x), [1]) == [1]",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
+def test_outcome_refuses_an_argument_that_its_source_does_not_make_again(name: str) -> None:
+    head = "class Times:\n    def __init__(self, n): self.n = n\n    def __call__(self, x): return self.n * x\n"
+    reference = "def mapped(change, items):\n    return [change(item) for item in items]"
+    test = f"{head}def check(candidate):\n    {OTHER_ARGUMENTS[name]}"
+    assert "they pass " in checks.outcome(reference, test, "mapped", [], final=False)["unjudged"]
 
 
 def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(box: None, tmp_path: Path) -> None:
@@ -215,7 +234,7 @@ def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(
 REFUSED = {
     "no plain data": (
         "    import re\n    for pattern in [re.compile('a')]:\n        assert candidate(pattern) == 1",
-        "they pass what is no plain data, and no statement of theirs alone makes it: Pattern",
+        "they pass what is no plain data, and is not written in the call itself: Pattern",
     ),
     "a wrong reference": (
         "    for n in range(2):\n        assert candidate(n) == n + 1",

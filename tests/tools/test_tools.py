@@ -157,6 +157,7 @@ def _returning(value: object) -> Tool:
     [
         ({"a": "Zoë", "on": date(2026, 1, 2), 3: [None, True]}, '{"a": "Zoë", "on": "2026-01-02", "3": [null, true]}', None),
         ([1, 2.5], "[1, 2.5]", None),
+        ({(1, 2): 3}, "{(1, 2): 3}", None),
         ("a\ud800b\0", "a?b\ufffd", None),
         (None, "None", None),
         (SystemExit(3), "probe failed: SystemExit: 3", "tool_crash"),

@@ -249,7 +249,9 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
     asked = config.eval
     if asked.every is None:
         return None
-    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.group_size})
+    other = asked.dataset is not None and asked.dataset != config.dataset.name
+    env = env_of(config.dataset.model_copy(update={"name": asked.dataset})) if other else None
+    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.group_size}, env)
     return prepare(db, in_one_iteration(measured), "eval", policy).submission
 
 

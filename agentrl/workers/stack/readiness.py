@@ -1,10 +1,11 @@
 """Readiness of a worker process: whether it serves, as a file for health checks and as lines in its log.
 
-A worker that reaches the broker and the database has the file `AGENTRL_READY_FILE`. It removes the file when it loses one of
-them, and when it starts: a process killed in a container leaves its file there.
+A worker that reaches its broker has the file `AGENTRL_READY_FILE`; for control and the endpoint it is the database. A worker
+removes the file when it loses that, and when it starts: a process killed in a container leaves its file there.
 """
 
 import logging
+import re
 from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
@@ -78,9 +79,15 @@ def _confirm(sender: Any, **kwargs: Any) -> None:
         readiness().confirm()
 
 
+def _reason_of(message: str) -> str:
+    """Why the broker is lost, from a message of Celery; its URL, which may hold a password, is left out."""
+    found = re.match(r"consumer: Cannot connect to \S+: ([^\n]{1,200})", message)
+    return f"the broker does not answer: {found[1].rstrip('. ')}." if found else "the broker does not answer."
+
+
 def _report_loss(record: logging.LogRecord) -> bool:
     """Keep a record of Celery's consumer, unless it reports a lost broker."""
     if not record.getMessage().startswith(LOSS_PREFIXES):
         return True
-    readiness().lose("the broker does not answer.")
+    readiness().lose(_reason_of(record.getMessage()))
     return False

@@ -359,6 +359,9 @@ def check_rewards(
     differences = [
         difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)
     ]
+    differences += [
+        RewardDifference(name, part_sum(recorded[name]), None) for name in weights if name in recorded.keys() - found
+    ]
     if reward_set == "default":
         differences += _reward_differences(SCALAR, episode.reward, sums[SCALAR])
     return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))

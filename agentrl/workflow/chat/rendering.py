@@ -400,11 +400,22 @@ class Chat:
             what = f"messages and options ({', '.join(options)})" if options else "messages"
             raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
         if any(message.role == "system" and self._defuse(message.content).strip() not in text for message in messages):
+            self._check_system_messages(messages, tools, generate, options)
+        return text
+
+    def _check_system_messages(
+        self, messages: Sequence[Message], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
+    ) -> None:
+        """Refuse a template that drops a system message. One that only changes its text, such as a switch in it, may do so."""
+        marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
+        marked = [replace(each, content=marks.get(number, each.content)) for number, each in enumerate(messages)]
+        turns = [*self.manner.plain([self._harmless(message) for message in marked], tools)]
+        text = self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
+        if not all(mark in text for mark in marks.values()):
             raise ModelError(
                 "The chat template drops a system message.",
                 "Write one system message, before all others, or name another template: --chat-template FILE",
             )
-        return text
 
     def _apply(
         self,

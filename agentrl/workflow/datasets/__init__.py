@@ -59,27 +59,34 @@ def load_tasks(config: DatasetConfig) -> LoadedTasks:
             Tasks, there is no task, or two tasks have one key.
     """
     found, env, skipped = _find_reader(config)
-    tasks = _select_tasks(config, found)
+    repeats = _Repeats()
+    tasks = _select_tasks(config, lambda: repeats.left_out(found()))
     if not tasks:
         hint = "Write one JSON object per line into it." if is_file(config.name) else "Name another."
         raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
-    distinct = _without_repeats(tasks)
-    tasks, repeated = distinct, len(tasks) - len(distinct)
     key, count = Counter(task.key for task in tasks).most_common(1)[0]
     if count > 1:
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", "Give every task a key of its own.")
-    return LoadedTasks(tasks, env, tuple(skipped), repeated)
+    return LoadedTasks(tasks, env, tuple(skipped), repeats.count)
 
 
-def _without_repeats(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """The first of all tasks that differ in nothing but their keys."""
-    alike: defaultdict[tuple[str, ...], list[Task]] = defaultdict(list)
-    for task in tasks:
-        found = alike[task.reference, *(message.content for message in task.messages)]
-        if all(replace(task, key=other.key) != other for other in found):
-            found.append(task)
-    kept = {id(task) for found in alike.values() for task in found}
-    return tuple(task for task in tasks if id(task) in kept)
+class _Repeats:
+    """Leaves out tasks that differ from an earlier one in nothing but their keys; `count` of them so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._alike: defaultdict[tuple[str, ...], list[Task]] = defaultdict(list)
+
+    def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """The tasks without the repeated ones."""
+        for task in tasks:
+            if isinstance(task, Task):  # what is none is named later
+                found = self._alike[task.reference, *(message.content for message in task.messages)]
+                if any(replace(task, key=other.key) == other for other in found):
+                    self.count += 1
+                    continue
+                found.append(task)
+            yield task
 
 
 def is_file(name: str) -> bool:

@@ -5,9 +5,10 @@ the model's answer, and runs the tests again with the value. Until a value is kn
 calls are found in one round; more rounds are needed only where arguments depend on earlier values. Each run is the same as the
 last one up to the values that are new.
 
-An argument that is no plain data (a lambda, an object of a class of the tests) is relayed as the source that makes it, with the
-statements of the tests that this source needs (`_SourceOfCall`). Statements that hold an assert or call the function are never
-among them, so that the session of the answer learns no expected value.
+An argument that is no plain data, such as `lambda x: x + n` or `Point(1)`, is relayed as its source, with the definitions that
+this needs (`_Sources`). The session of the answer gets only imports, functions, classes and named lambdas of the tests beside
+it, never a statement that binds a value: an expected value could stand in that. What the source makes must serve the reference
+as the argument itself does, else the tests cannot be judged.
 
 Each assert is one test: it is passed if it held every time it was reached. An assert that does not hold, or raises, does not
 stop the others. Where a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if
@@ -25,6 +26,7 @@ import json
 import random
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -111,8 +113,22 @@ class Relay:
             raise CannotJudge(f"they call the function more than {MOST_CALLS} times")
         self.asked.append(text)
         if text.startswith(WITH_SOURCE):
-            return self._plain_copy(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+            return self._value_with_source(text, args, kwargs)
         return self._plain_copy(self._right(*exact_json.decode(text)))
+
+    def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The reference's value, which must be the same for the arguments and for what their source makes."""
+        made: dict[str, str] = json.loads(text)
+        names: dict[str, Any] = {self._sources.function: self._right}
+        try:
+            exec(compile(made["source"], "<source>", "exec"), names)
+            found = exact_json.encode(names[CALLER](*exact_json.decode(made["args"])))
+            same = found == exact_json.encode(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+        except (Exception, SystemExit) as error:
+            raise CannotJudge(f"they pass what cannot be made again: {type(error).__name__}: {error}") from error
+        if not same:
+            raise CannotJudge("they pass what the source of the argument does not make again")
+        return exact_json.decode(found)
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> str:
         positional = args
@@ -122,15 +138,17 @@ class Relay:
             if bound.kwargs:
                 raise CannotJudge("they pass an argument that has no place, only a name")
             positional = bound.args
-        text = _plain_text(list(positional))
-        if text is not None:
+        odd = [value for value in positional if not isinstance(value, Iterator) and _plain_text([value]) is None]
+        if not odd and (text := _plain_text(list(positional))) is not None:  # which uses iterators up
             return text
+        if len(odd) < len(positional) and any(isinstance(value, Iterator) for value in positional):
+            raise CannotJudge("they pass an iterator beside what is no plain data")
         if made := self._sources.call(caller, args, kwargs):
             return json.dumps(made)
         if self.known:  # the model's function gave the argument: this call fails, and not the tests
             raise CallFailed
         kinds = ", ".join(type(value).__name__ for value in positional)
-        raise CannotJudge(f"they pass what is no plain data, and no statement of theirs alone makes it: {kinds}")
+        raise CannotJudge(f"they pass what is no plain data, and is not written in the call itself: {kinds}")
 
     @staticmethod
     def _plain_copy(value: Any) -> Any:
@@ -146,22 +164,24 @@ class _Sources:
     Args:
         tree: the tests.
         function: the tested function's name; `stands_for`: the name that `check` gives it, if any.
-        known: names that are defined before the tests run, those of the reference among them.
     """
 
-    def __init__(self, tree: ast.Module, function: str, stands_for: str | None, known: set[str]) -> None:
-        self._function, self._known = function, {*known, *dir(builtins)}
+    def __init__(self, tree: ast.Module, function: str, stands_for: str | None) -> None:
+        self.function = function
         self._functions = {function, stands_for}
         self._calls = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        bound = Counter(_bound_names(tree))
         bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK)]
-        self._statements = sorted(
-            (node for body in bodies for node in body if self._may_be_shown(node)), key=lambda node: node.lineno
-        )
+        self._definitions = {
+            name: node for body in bodies for node in body for name in _defined_names(node) if bound[name] == 1
+        }
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
         """The `source` and `args` of the call that `caller` makes; None if its source does not stand alone."""
         node = self._calls.get(_place_of_call(caller))
-        if node is None or not isinstance(node.func, ast.Name) or len(node.args) != len(args):
+        if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
+            return None
+        if len(node.args) != len(args) or [each.arg for each in node.keywords] != list(kwargs):
             return None
         plain: list[Any] = []
         shown: list[ast.AST] = []
@@ -174,48 +194,40 @@ class _Sources:
             return f"__plain__[{len(plain) - 1}]"
 
         given = [argument(written, value) for written, value in zip(node.args, args, strict=True)]
-        given += [f"{each.arg}={argument(each.value, kwargs[each.arg])}" for each in node.keywords if each.arg in kwargs]
-        needed = self._needed(shown, node.lineno, {**caller.f_globals, **caller.f_locals})
-        if needed is None or len(given) != len(args) + len(kwargs):
+        given += [f"{each.arg}={argument(each.value, kwargs[str(each.arg)])}" for each in node.keywords]
+        needed = self._needed(shown, {**caller.f_globals, **caller.f_locals})
+        if needed is None:
             return None
-        statements, values = needed
+        definitions, values = needed
         lines = [f"def {CALLER}(*__plain__):"]
         lines += [f"    {name} = __plain__[{len(plain) + number}]" for number, name in enumerate(values)]
-        caller_tree = ast.parse("\n".join([*lines, f"    return {self._function}({', '.join(given)})"]))
+        caller_tree = ast.parse("\n".join([*lines, f"    return {self.function}({', '.join(given)})"]))
         body = cast(ast.FunctionDef, caller_tree.body[0]).body
-        body[-1:-1] = statements
+        body[-1:-1] = definitions
         return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}
 
-    def _needed(
-        self, shown: list[ast.AST], before: int, variables: dict[str, Any]
-    ) -> tuple[list[ast.stmt], dict[str, Any]] | None:
-        """What the names in `shown` stand for: statements that bind them, or the plain values of those that have only one."""
-        statements: set[ast.stmt] = set()
+    def _needed(self, shown: list[ast.AST], variables: dict[str, Any]) -> tuple[list[ast.stmt], dict[str, Any]] | None:
+        """What the names in `shown` stand for: definitions of the tests, and plain values; None if one is something else."""
+        definitions: set[ast.stmt] = set()
         values: dict[str, Any] = {}
         waiting, seen = list(shown), set[str]()
         while waiting:
             node = waiting.pop()
-            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(_bound_inside(node))
+            if any(isinstance(inner, ast.Assert | ast.NamedExpr) for inner in ast.walk(node)):
+                return None
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(_bound_names(node))
             if used & self._functions:
                 return None
             for name in sorted(used - seen):
                 seen.add(name)
-                binding = {each for each in self._statements if each.lineno < before and name in _changed_names(each)}
-                if len(binding) < 2 and _plain_text([variables.get(name, ...)]) is not None:
-                    values[name] = variables[name]  # which it has had since it was bound
-                    continue
-                if not binding and name not in self._known:
+                if name in self._definitions:
+                    definitions.add(self._definitions[name])
+                    waiting.append(self._definitions[name])
+                elif name in variables and _plain_text([variables[name]]) is not None:
+                    values[name] = variables[name]
+                elif name in variables or not hasattr(builtins, name):
                     return None
-                waiting += binding - statements
-                statements |= binding
-        return [each for each in self._statements if each in statements], values
-
-    def _may_be_shown(self, statement: ast.stmt) -> bool:
-        """Whether the session of the answer may see it: it tests nothing, and calls no tested function."""
-        return not any(
-            isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id in self._functions)
-            for node in ast.walk(statement)
-        )
+        return sorted(definitions, key=lambda each: each.lineno), values
 
 
 def _plain_text(value: list[Any]) -> str | None:
@@ -238,39 +250,25 @@ def _place_of_call(caller: types.FrameType) -> tuple[int | None, ...]:
     return next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))  # two bytes an instruction
 
 
-def _bound_inside(node: ast.AST) -> Iterator[str]:
-    """The names of the parameters and loop variables in an expression or a statement."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.arg):
-            yield inner.arg
-        elif isinstance(inner, ast.comprehension):
-            yield from (name.id for name in ast.walk(inner.target) if isinstance(name, ast.Name))
-
-
-def _changed_names(statement: ast.stmt) -> Iterator[str]:
-    """The names that a simple statement or a definition binds, or whose object it changes."""
+def _defined_names(statement: ast.stmt) -> Iterator[str]:
+    """The names of imports, functions, classes and named lambdas."""
     match statement:
-        case ast.FunctionDef(name) | ast.ClassDef(name):
+        case ast.FunctionDef(name) | ast.ClassDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
             yield name
         case ast.Import(names) | ast.ImportFrom(names=names):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
-        case ast.Assign(targets=targets):
-            yield from (base for target in targets for base in _bases(target))
-        case ast.AnnAssign(target) | ast.AugAssign(target):
-            yield from _bases(target)
-        case ast.Expr(ast.Call(ast.Attribute() as method)):
-            yield from _bases(method)
 
 
-def _bases(target: ast.expr) -> Iterator[str]:
-    """`a`, `b` of the targets `a`, `b.left`, `(a, b[0])`."""
-    if isinstance(target, ast.Tuple | ast.List):
-        for each in target.elts:
-            yield from _bases(each)
-    while isinstance(target, ast.Attribute | ast.Subscript):
-        target = target.value
-    if isinstance(target, ast.Name):
-        yield target.id
+def _bound_names(tree: ast.AST) -> Iterator[str]:
+    """Each name as often as it is bound in the tree: by assignments, parameters, loops, definitions, imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name) | ast.MatchAs(name=str(name)):
+                yield name
+            case ast.Import(names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
 
 
 class Tests:
@@ -300,7 +298,7 @@ class Tests:
         random.seed(0)
         self._held = {}
         names = self._make_namespace()
-        names[RELAYED] = relay(names[self._function], _Sources(self._source, self._function, self._stands_for, set(names)))
+        names[RELAYED] = relay(names[self._function], _Sources(self._source, self._function, self._stands_for))
         names[HELD] = self._note
         if not self._is_used:
             names[self._function] = names[RELAYED]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -171,13 +172,16 @@ class Tool:
         return ToolResult(self.call(arguments))
 
     def answer(self, arguments: Mapping[str, Any]) -> str:
-        """The function's return value as text, not yet cut: a dict, list or tuple as JSON.
+        """The function's return value as text, not yet cut: a dict, list or tuple as JSON, if that can hold it.
 
         Raises:
             ToolFailure, InfraError: as `call`.
         """
         value = self.returned(arguments)
-        return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list | tuple) else str(value)
+        if isinstance(value, dict | list | tuple):
+            with suppress(TypeError, ValueError, RecursionError):
+                return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+        return str(value)
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
         """The function's return value.

@@ -43,7 +43,7 @@ export function RunsPage() {
           rowKey=${(row) => row.id}
           to=${(row) => href(["run", row.id])}
           sort=${sort || "-id"}
-          onSort=${(next) => setSort(next === "id" ? "" : next)}
+          onSort=${(next) => setSort(next === "-id" ? "" : next)}
           empty=${text || status || kind || tag ? "No run is so." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
         /><${More} of=${found} />`}
     <//>`;

@@ -206,7 +206,8 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
     Returns:
         episodes: their number; called, unreadable: those with a call that could be read, and with one that could not; parts: of
-        each part of the reward its `part`, `least` and `most`; example: `id` and `final_answer` of the newest.
+        each part of the reward its `part`, `least` and `most`; example: `id` and `final_answer` of the newest; algorithm: the
+        run's.
     """
     chosen = """
         FROM episodes e JOIN iterations i ON i.id = e.iteration_id
@@ -221,8 +222,10 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
         SELECT r.part, min(r.value) AS least, max(r.value) AS most FROM rewards r JOIN reward_sets s ON s.id = r.reward_set_id
         WHERE s.name = 'default' AND r.episode_id IN (SELECT e.id {chosen}) GROUP BY r.part ORDER BY r.part"""
     example = f"SELECT e.id, e.final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
+    algorithm = "SELECT config -> 'algorithm' ->> 'name' AS algorithm FROM runs WHERE id = :id"
     return {
         **select_rows(tx, counts, **asked)[0],
+        **select_rows(tx, algorithm, id=asked["id"])[0],
         "parts": select_rows(tx, parts, **asked),
         "example": next(iter(select_rows(tx, example, **asked)), {}),
     }
