@@ -99,7 +99,7 @@ def resolve(
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
         ("flag", dict(_parse_assignment(text) for text in assignments)),
     ]
-    layers = [(origin, {OTHER_NAMES.get(key, key): value for key, value in layer.items()}) for origin, layer in layers]
+    layers = [(origin, by_first_name(layer.items())) for origin, layer in layers]
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     for origin, layer in layers:
@@ -145,11 +145,26 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
     """
-    found = {OTHER_NAMES.get(key, key): value for key, value in map(_parse_assignment, texts)}
+    found = by_first_name(map(_parse_assignment, texts))
     for key in found:
         if key not in KEYS:
             raise ConfigError(f"Unknown option {key!r:.100}.", _suggest(key))
     return found
+
+
+def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Keys or flags under the first of their names (`OTHER_NAMES`).
+
+    Raises:
+        ConfigError: one is given under two names.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for key, value in given:
+        name = OTHER_NAMES.get(key, key)
+        if found.setdefault(name, (key, value))[0] != key:
+            raise ConfigError(f"{key!r} and {found[name][0]!r} are two names of one option.", "Give one of them.")
+        found[name] = (key, value)
+    return {name: value for name, (_, value) in found.items()}
 
 
 class _Loader(yaml.SafeLoader):

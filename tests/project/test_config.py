@@ -280,6 +280,8 @@ def test_older_names_of_keys_still_work_in_files_assignments_and_stored_configs(
     ):
         assert (made.dataset.max_tasks, made.eval.group_size) == (3, 2)
     assert keys_of({"max_samples": 3}) == {"dataset.max_tasks": 3}
+    with pytest.raises(ConfigError, match=r"'eval\.samples' and 'eval\.group_size' are two names of one option"):
+        resolve(assignments=("eval.group_size=3", "eval.samples=2"))
 
 
 def test_a_section_that_is_named_as_a_key_gets_a_key_of_its_own() -> None:

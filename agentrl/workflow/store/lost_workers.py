@@ -68,7 +68,7 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
     if tx.execute(known.limit(1)).first() is None:
         successor = heir.partition("/")[0]
         if successor == worker:  # in a container, which keeps its name, every process has the same pid
-            successor = "the same worker, started again,"
+            successor = "the same worker"
         said = f"its lease on {what} ran out, and was not handed back; {successor} goes on from the last commit"
         log(tx, run, "worker_lost", worker, said)
 

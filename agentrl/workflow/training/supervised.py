@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def sft(
         learner = (
             _make_tiny(dataset, recipe, device, config) if model == TINY else _load_existing(model, config, device, threads)
         )
-    clock = rendering_clock(target)
+    clock = datetime.now(UTC) if overwrite else rendering_clock(target)
     learner = replace(learner, chat=learner.chat.at(clock))
     recipe = recipe or default_recipe(model, learner.kind == "full")
     most = None if epochs else recipe.steps * recipe.batch_size

@@ -159,7 +159,7 @@ def escape_like(text: str) -> str:
 
 
 def storable_value(value: Any) -> Any:
-    """A value that every database takes: none holds a greater number, or the characters that `clean` replaces."""
+    """A value that every database takes: none holds a greater number, or the characters that `storable` replaces."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
