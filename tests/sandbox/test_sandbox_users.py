@@ -10,7 +10,8 @@ from agentrl.workflow.errors import ConfigError, SandboxUnavailable
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.rewards import Judge, math_answer, tests_passed
-from agentrl.workflow.sandbox import Sandbox
+from agentrl.workflow.runtime.warm_processes import Warm
+from agentrl.workflow.sandbox import Sandbox, Session
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.cases import Case
 from agentrl.workflow.sandbox.find import find_unsafe
@@ -59,7 +60,16 @@ def used(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         math_answer._judged.cache_clear()
         yield made
         for pool in pools:
-            pool.forget()
+            _close_sessions(pool)
+
+
+def _close_sessions(pool: Warm[Session]) -> None:
+    """Close the sessions that a pool keeps; dropped alone, they would be found by the garbage collection of a later test."""
+    places = pool._places()
+    while not places.empty():
+        if (session := places.get()) is not None:
+            session.close()
+    pool.forget()
 
 
 def code_episode(answer: str, *calls: ToolCall) -> Episode:
