@@ -8,11 +8,12 @@ call) is a program, and is run as one (`sandbox.checks`); here only its names ar
 import ast
 import builtins
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.workflow.judging.constants import Constants
 from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.checks import bound_names
 
 
 def parse_source(source: str) -> ast.Module:
@@ -67,7 +68,7 @@ def check_names(source: str, program: str) -> None:
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
         raise ValueError("no test: assert f(...) == value")
-    known = {*dir(builtins), "__name__", *_bound_names(tree), *_bound_names(before)}
+    known = {*dir(builtins), "__name__", *bound_names(tree), *bound_names(before)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in known and "*" not in known:
             raise ValueError(f"its tests need {node.id!r}, which nothing defines")
@@ -87,20 +88,6 @@ def _is_alone(statement: ast.stmt, constants: Constants, top: bool) -> bool:
 
 def _says_nothing(node: ast.Assert) -> bool:
     return isinstance(node.test, ast.Constant) and bool(node.test.value)
-
-
-def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """The names bound anywhere in the tree; `*` if they cannot be known."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
-                yield name
-            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
-                yield name
-            case ast.alias(name, asname):
-                yield asname or name.partition(".")[0]
 
 
 def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | None:

@@ -28,6 +28,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, cast
 
@@ -74,11 +75,11 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
     """
     try:
         tests = Tests(reference, test, function)
-        void = tests.run(lambda right, sources: Relay(right, (), True, sources))
+        void = tests.run(lambda right: Relay(right, (), True, tests.sources))
         relays: list[Relay] = []
 
-        def relay(right: Callable[..., Any], sources: _Sources) -> Relay:
-            relays.append(Relay(right, told, final, sources))
+        def relay(right: Callable[..., Any]) -> Relay:
+            relays.append(Relay(right, told, final, tests.sources))
             return relays[-1]
 
         held = tests.run(relay)
@@ -138,10 +139,10 @@ class Relay:
             if bound.kwargs:
                 raise CannotJudge("they pass an argument that has no place, only a name")
             positional = bound.args
-        odd = [value for value in positional if not isinstance(value, Iterator) and _plain_text([value]) is None]
-        if not odd and (text := _plain_text(list(positional))) is not None:  # which uses iterators up
+        text = _plain_text(list(positional))
+        if text is not None:
             return text
-        if len(odd) < len(positional) and any(isinstance(value, Iterator) for value in positional):
+        if any(isinstance(value, Iterator) for value in positional):  # encoding has used it up
             raise CannotJudge("they pass an iterator beside what is no plain data")
         if made := self._sources.call(caller, args, kwargs):
             return json.dumps(made)
@@ -162,19 +163,27 @@ class _Sources:
     """Source that makes the arguments of a call of the function in another process.
 
     Args:
-        tree: the tests.
+        test: the tests, which are read once a call needs it.
         function: the tested function's name; `stands_for`: the name that `check` gives it, if any.
     """
 
-    def __init__(self, tree: ast.Module, function: str, stands_for: str | None) -> None:
+    def __init__(self, test: str, function: str, stands_for: str | None) -> None:
         self.function = function
-        self._functions = {function, stands_for}
-        self._calls = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        bound = Counter(_bound_names(tree))
-        bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK)]
-        self._definitions = {
-            name: node for body in bodies for node in body for name in _defined_names(node) if bound[name] == 1
-        }
+        self._test, self._functions = test, {function, stands_for}
+
+    @cached_property
+    def _tree(self) -> ast.Module:
+        return ast.parse(self._test)
+
+    @cached_property
+    def _calls(self) -> dict[tuple[int | None, ...], ast.Call]:
+        return {_place(node): node for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+
+    @cached_property
+    def _definitions(self) -> dict[str, ast.stmt]:
+        body, bound = self._tree.body, Counter(bound_names(self._tree))
+        bodies = [body, *(node.body for node in body if isinstance(node, ast.FunctionDef) and node.name == CHECK)]
+        return {name: node for each in bodies for node in each for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
         """The `source` and `args` of the call that `caller` makes; None if its source does not stand alone."""
@@ -215,7 +224,7 @@ class _Sources:
             node = waiting.pop()
             if any(isinstance(inner, ast.Assert | ast.NamedExpr) for inner in ast.walk(node)):
                 return None
-            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(_bound_names(node))
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(bound_names(node))
             if used & self._functions:
                 return None
             for name in sorted(used - seen):
@@ -255,20 +264,22 @@ def _defined_names(statement: ast.stmt) -> Iterator[str]:
     match statement:
         case ast.FunctionDef(name) | ast.ClassDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
             yield name
-        case ast.Import(names) | ast.ImportFrom(names=names):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+        case ast.Import() | ast.ImportFrom():
+            yield from bound_names(statement)
 
 
-def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """Each name as often as it is bound in the tree: by assignments, parameters, loops, definitions, imports."""
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Each name as often as it is bound in the tree, by whatever statement; `*` where it cannot be known."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
                 yield name
-            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name) | ast.MatchAs(name=str(name)):
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 yield name
-            case ast.Import(names) | ast.ImportFrom(names=names):
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name
+            case ast.alias(name, asname):
+                yield asname or name.partition(".")[0]
 
 
 class Tests:
@@ -276,12 +287,13 @@ class Tests:
 
     def __init__(self, reference: str, test: str, function: str) -> None:
         self._reference, self._function = reference, function
-        self._tree, self._source = ast.parse(test), ast.parse(test)
+        self._tree = ast.parse(test)
         checks = [
             node for node in self._tree.body if isinstance(node, ast.FunctionDef) and node.name == CHECK and node.args.args
         ]
         self._check = checks[-1] if checks else None
         self._stands_for = self._check.args.args[0].arg if self._check else None
+        self.sources = _Sources(test, function, self._stands_for)
         self._is_used = any(isinstance(node, ast.Name) and node.id == self._stands_for for node in ast.walk(self._tree))
         noted = _AssertNoter(function, self._stands_for)
         self._code = compile(ast.fix_missing_locations(noted.visit(self._tree)), FILE, "exec")
@@ -293,12 +305,12 @@ class Tests:
         """The number of asserts."""
         return len(self._lines)
 
-    def run(self, relay: Callable[[Callable[..., Any], _Sources], Relay]) -> set[int]:
+    def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
         """Runs the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
         random.seed(0)
         self._held = {}
         names = self._make_namespace()
-        names[RELAYED] = relay(names[self._function], _Sources(self._source, self._function, self._stands_for))
+        names[RELAYED] = relay(names[self._function])
         names[HELD] = self._note
         if not self._is_used:
             names[self._function] = names[RELAYED]
