@@ -97,7 +97,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         run_rows.why_sampling_on(db, run),
         evals=evals,
         gained=_gained(db, row),
-        flat=_flat_lines(db, row, [*known, *fresh]),
+        flat=before.flat if before is not None and not fresh else _flat_lines(db, row, [*known, *fresh]),
     )
 
 
@@ -122,16 +122,16 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
     )
     example = found["example"]
     lines.append(f"  an answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
-    tries = [
-        "imitate first (agentrl sft), easier tasks, or another model"
-        if all(part["most"] <= 0 for part in found["parts"])
-        else "harder tasks"
-        if all(part["least"] >= 1 for part in found["parts"])
-        else "a reward with more steps",
-        "--group-size and --temperature higher",
-        *(["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []),
-    ]
+    tries = [_more_variance(found["parts"]), "--group-size and --temperature higher"]
+    tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []
     return [*lines, f"  Try: {'; '.join(tries)}"]
+
+
+def _more_variance(parts: Sequence[Row]) -> str:
+    """What may make rewards differ, by what they are now."""
+    if all(part["most"] <= 0 for part in parts):
+        return "imitate first (agentrl sft), easier tasks, or another model"
+    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more steps"
 
 
 def _gained(db: Any, row: Row) -> list[str]:
