@@ -392,10 +392,10 @@ class Chat:
     ) -> str:
         """The messages as the template renders them; `turns`, if given, are the same messages in its own form."""
         if turns is None:
-            turns = [*self.manner.plain([self._harmless(message) for message in messages], tools)]
+            turns = self._harmless_turns(messages, tools)
         check_options(options)
         try:
-            text = self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
+            text = self._apply_harmless(turns, tools, generate, options)
         except FAULTS as error:
             what = f"messages and options ({', '.join(options)})" if options else "messages"
             raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
@@ -409,13 +409,22 @@ class Chat:
         """Refuse a template that drops a system message. One that only changes its text, such as a switch in it, may do so."""
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
         marked = [replace(each, content=marks.get(number, each.content)) for number, each in enumerate(messages)]
-        turns = [*self.manner.plain([self._harmless(message) for message in marked], tools)]
-        text = self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
+        text = self._apply_harmless(self._harmless_turns(marked, tools), tools, generate, options)
         if not all(mark in text for mark in marks.values()):
             raise ModelError(
                 "The chat template drops a system message.",
                 "Write one system message, before all others, or name another template: --chat-template FILE",
             )
+
+    def _harmless_turns(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[dict[str, Any]]:
+        """The messages in the template's own form, without special tokens from outside."""
+        return [*self.manner.plain([self._harmless(message) for message in messages], tools)]
+
+    def _apply_harmless(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
+    ) -> str:
+        """Apply the template to tools and options without special tokens from outside."""
+        return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
 
     def _apply(
         self,
