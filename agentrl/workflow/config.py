@@ -519,13 +519,24 @@ KEYS = tuple(RunConfig().flat())
 
 _SECTIONS = {f"{name}.": type(getattr(RunConfig(), name)) for name in RunConfig.model_fields} | {"agent.": AgentConfig}
 
-DESCRIPTIONS = {
-    prefix + name: field.description or ""
+_FIELDS = {
+    prefix + name: field
     for prefix, section in [("", RunConfig), *_SECTIONS.items()]
     if isinstance(section, type) and issubclass(section, Section)
     for name, field in section.model_fields.items()
     if prefix + name in KEYS
 }
+
+DESCRIPTIONS = {key: field.description or "" for key, field in _FIELDS.items()}
+
+OLDER_KEYS = {
+    f"{key.rpartition('.')[0]}.{other}": key
+    for key, field in _FIELDS.items()
+    if isinstance(field.validation_alias, AliasChoices)
+    for other in field.validation_alias.choices
+    if not key.endswith(f".{other}")
+}
+"""An older name of a dotted key -> the key."""
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:

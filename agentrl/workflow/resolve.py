@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.workflow.config import KEYS, RunConfig, build, flatten
+from agentrl.workflow.config import KEYS, OLDER_KEYS, RunConfig, build, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
@@ -21,13 +21,7 @@ MISSPELT = 0.85
 LARGEST_FILE = 1 << 20
 """The most bytes of a config file."""
 MOST_DIGITS = 100
-OTHER_NAMES = {
-    "agent": "agent.name",
-    "dataset.max_samples": "dataset.max_tasks",
-    "eval.samples": "eval.group_size",
-    "search.samples": "search.group_size",
-    "max_samples": "max_tasks",
-}
+OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """Other names of keys and flags -> the name: a section that is given as one text, and older names."""
 TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
 """What people may call the number of tasks in a section that has a key `tasks`."""
