@@ -17,7 +17,7 @@ from agentrl.api.store import Store
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig
-from agentrl.workflow.datasets import env_of
+from agentrl.workflow.datasets import env_of, is_file
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
@@ -196,7 +196,7 @@ class Trainer:
         if hooks := [self._path(hook, f"hook_{number}") for number, hook in enumerate(_listed(self._hooks))]:
             keys["hooks"] = [*keys.get("hooks", ()), *hooks]
         weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
-        if "env" not in keys and str(keys.get("dataset.name", "")).endswith(".jsonl"):
+        if "env" not in keys and is_file(str(keys.get("dataset.name", ""))):
             # what an agent returns is all that can score rows without references
             keys |= {"env": PLAIN} if weights or (agent is not None and _are_unanswered(train_dataset, keys)) else {}
         if weights:
@@ -229,7 +229,7 @@ class Trainer:
             keys["dataset.name" if section == "dataset" else "eval.dataset"] = named or self._path(given, f"{what}_dataset")
             if section == "eval":
                 keys |= {"eval.every": self._keys.get("eval.every", EVAL_EVERY)}
-                keys |= {"eval.split": "train"} if str(named).endswith(".jsonl") and "eval.split" not in self._keys else {}
+                keys |= {"eval.split": "train"} if is_file(str(named)) and "eval.split" not in self._keys else {}
         return keys
 
     def _submit(self, keys: Mapping[str, Any]) -> str:

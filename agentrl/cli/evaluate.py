@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.output import Json, format_interval, say, show, show_json
-from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
+from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe, describe_rewards
 from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -165,8 +165,7 @@ def _describe_scoring(measured: "Experiment") -> str:
     """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
     prompt = measured.env.system_prompt
     shown = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
-    rewards = ", ".join(f"{name} x {cell(weight)}" for name, weight in measured.weights.items()) or "none"
-    return f"env {measured.config.env} ({shown}), rewards {rewards}"
+    return f"env {measured.config.env} ({shown}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def _held_out_share(held_out: float) -> float:
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
     from agentrl.workflow.chat.templates import settle_chat
-    from agentrl.workflow.datasets import Dataset
+    from agentrl.workflow.datasets import Dataset, is_file
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
     from agentrl.workflow.plugins import find
     from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
@@ -210,7 +210,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
-    found = read_demonstrations(Path(dataset), how.max_tasks) if dataset.endswith(".jsonl") else find("datasets", dataset)
+    found = read_demonstrations(Path(dataset), how.max_tasks) if is_file(dataset) else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)

@@ -330,7 +330,8 @@ def describe_agent(agent: AgentConfig) -> str:
     return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
 
 
-def _describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None) -> list[str]:
+def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
+    """The rewards with their weights; those that an agent gives itself too."""
     named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's own x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*named, *own]
@@ -361,7 +362,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
     planned = submission.episodes
-    rewards = _describe_rewards(submission.weights, config.agent)
+    rewards = describe_rewards(submission.weights, config.agent)
     plan = {
         "name": submission.name,
         "dataset": f"{config.dataset.name} ({config.dataset.split})",

@@ -71,9 +71,9 @@ def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]
 def _problem(task: Task, name: str) -> str:
     """Return why no right answer of the task earns full marks; empty if one does."""
     aliases = task.metadata.get("aliases")
-    answers = [task.reference, *(aliases if isinstance(aliases, list) else ())]
-    found = [_problem_of_answer(task, name, answer) for answer in answers]
-    return found[0] if all(found) else ""
+    others = aliases if isinstance(aliases, list) else ()
+    problem = _problem_of_answer(task, name, task.reference)
+    return problem if problem and all(_problem_of_answer(task, name, other) for other in others) else ""
 
 
 def _problem_of_answer(task: Task, name: str, text: str) -> str:

@@ -28,7 +28,7 @@ from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.datasets import LoadedTasks, env_of, load_tasks
+from agentrl.workflow.datasets import LoadedTasks, env_of, is_file, load_tasks
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional_rewards
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
@@ -262,10 +262,12 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
     """A remark if a model that began as `tiny` is to act in another env than the one whose demonstrations it has seen."""
-    record = read_object(folder / RECORD) if folder is not None else {}
+    if folder is None:
+        return
+    record = read_object(folder / RECORD)
     if record.get("base") == TINY and isinstance(known := record.get("env"), str) and known != made.config.env:
         yield (
-            f"The model {folder.name if folder else ''!r} has seen the prompt and the tools of the env {known!r} alone: in "
+            f"The model {folder.name!r} has seen the prompt and the tools of the env {known!r} alone: in "
             f"{made.config.env!r} it writes noise. Make one that imitates this dataset, if it has demonstrations (agentrl sft "
             f"--dataset {made.config.dataset.name} --model tiny), or take a pretrained model."
         )
@@ -385,7 +387,7 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with absolute paths of files: a run may be resumed and evaluated from anywhere."""
     dataset, output = config.dataset, config.output_dir
-    if dataset.name.endswith(".jsonl"):
+    if is_file(dataset.name):
         dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
     if output and not is_url(output):
         output = str(Path(output).expanduser().resolve())
