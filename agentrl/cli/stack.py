@@ -114,6 +114,8 @@ def upgrade() -> None:
         before = migrate.current(database)
         migrate.upgrade(database)
         show(f"{before or 'empty'} -> {migrate.current(database)}")
+        if weak := migrate.weak_passwords(database, settings()):
+            say(f"Passwords that are easy to guess: {', '.join(weak)}. Use 12 characters or more, and not the word `agentrl`.")
 
 
 @db.command("current")

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, Se
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.sql.readonly import MAX_SQL
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.migrate import upgrade
+from agentrl.workflow.store.migrate import upgrade, weak_passwords
 from agentrl.workflow.store.reads.user_sql import rl_f4, rl_i4, run_query
 from agentrl.workflow.tables.views import VIEWS
 from tests.support.gate import until
@@ -45,6 +46,23 @@ def rows_of(database: Database, statement: str) -> int:
     """One number, by the application's own login."""
     with database.read() as tx:
         return int(tx.execute(text(statement)).scalar_one())
+
+
+def test_weak_passwords_names_what_is_easy_to_guess_on_postgres_alone(database: Database) -> None:
+    where = Settings(reader_password="5f0c1d77a3b94e60", tools_password="short", agents_password="My-AgentRL-password")
+    if database.is_sqlite:
+        assert weak_passwords(database, where) == []
+        return
+
+    def url(password: str) -> str:
+        return database.url.set(password=password).render_as_string(hide_password=False)
+
+    weak = ["AGENTRL_TOOLS_PASSWORD", "AGENTRL_AGENTS_PASSWORD"]
+    with closing(Database(url("a long enough word"))) as strong:
+        assert weak_passwords(strong, where) == weak
+    with closing(Database(url("agentrl"))) as guessed:
+        owner, *others = weak_passwords(guessed, where)
+    assert ("POSTGRES_PASSWORD" in owner, others) == (True, weak)
 
 
 def test_a_select_gives_columns_and_rows(asked: Settings) -> None:

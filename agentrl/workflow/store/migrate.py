@@ -15,7 +15,7 @@ from sqlalchemy import Connection, inspect, text
 
 from agentrl import migrations
 from agentrl.workflow.errors import ServiceError
-from agentrl.workflow.settings import settings
+from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import newest_revision
 from agentrl.workflow.tables import schema, views
@@ -28,6 +28,7 @@ log = getLogger("agentrl.migrate")
 READER_ROLE, TOOLS_ROLE, AGENTS_ROLE = "agentrl_reader", "agentrl_tools", "agentrl_agents"
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
+STRONG_PASSWORD_CHARACTERS = 12
 
 
 def head() -> str:
@@ -166,6 +167,26 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
             role,
         )
     return there
+
+
+def weak_passwords(database: Database, where: Settings) -> list[str]:
+    """Return what has a password that is easy to guess: shorter than 12 characters, or with the name `agentrl` in it."""
+    if database.is_sqlite:
+        return []
+    with database.engine.connect() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        passwords = {
+            "the database's owner (POSTGRES_PASSWORD of the compose stack)": driver.info.password,
+            "AGENTRL_READER_PASSWORD": where.reader_password,
+            "AGENTRL_TOOLS_PASSWORD": where.tools_password,
+            "AGENTRL_AGENTS_PASSWORD": where.agents_password,
+        }
+    return [
+        name
+        for name, password in passwords.items()
+        if password and (len(password) < STRONG_PASSWORD_CHARACTERS or "agentrl" in password.lower())
+    ]
 
 
 def _set_password(tx: Connection, role: str, password: str, variable: str) -> None:
