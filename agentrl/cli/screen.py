@@ -23,6 +23,12 @@ def _errors(row: Row) -> float | None:
     return row["tool_errors"] / row["tool_calls"] if row["tool_calls"] else None
 
 
+def _effective_samples(row: Row) -> float | None:
+    """The effective sample size; None where the weights of all tokens are 1 up to rounding."""
+    share = row["effective_sample_size"]
+    return None if share is None or share > 0.9999 else share
+
+
 CURVES: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row["mean_reward"],
     "KL to base": lambda row: row["kl"],
@@ -34,7 +40,7 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
     "gradient": lambda row: row["grad_norm"],
     "clipped": lambda row: row["clip_fraction"],
     "explained": lambda row: row["explained_variance"],
-    "off-policy": lambda row: row["importance_weight"],
+    "effective samples": _effective_samples,
     "sampler differs": lambda row: row["sampler_difference_max"],
     "MFU": lambda row: row["mfu"],
     "GPU memory, GiB": lambda row: row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30,

@@ -174,8 +174,8 @@ class AlgorithmConfig(Section):
     """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
     is refused (`algorithms.settle_options`).
 
-    `importance_cap` does nothing where max_staleness is 0: there sampler and trainer hold the same weights, and how far
-    rounding parts them is measured (`sampler_difference_mean`, `_max`) and not corrected.
+    `importance` corrects for tokens to which the trainer gives another probability than the sampler did: because the sampler's
+    weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
     """
 
     name: str = Field("grpo", description="A file of workflow/algorithms, or package.module:name")
@@ -195,11 +195,21 @@ class AlgorithmConfig(Section):
     kl_target: float | None = Field(None, gt=0, description="Move kl_coef after each update so that the KL stays near this")
     kl_horizon: int | None = Field(None, ge=1, le=MOST, description="Episodes in which kl_coef may grow by a fifth [10000]")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
-    importance_cap: float | None = Field(
-        2.0, ge=1, description="With max_staleness > 0: cap of the policy's ratio to the sampler, null: no correction"
+    importance: Literal["auto", "truncate", "mask", "none"] = Field(
+        "auto", description="Weights for tokens that the sampler scored otherwise; auto: truncate where it may"
     )
     importance_level: Literal["token", "sequence"] = Field("token", description="Ratio of a token, or of its whole row")
-    importance_beyond: Literal["truncate", "mask"] = Field("truncate", description="What becomes of a ratio above the cap")
+    importance_cap: float = Field(2.0, ge=1, description="Larger ratios are truncated to this, or masked out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_formats_up_to_4(cls, tree: Any, info: ValidationInfo) -> Any:
+        """Runs up to format 4 had a cap that was null for no correction, and `importance_beyond`."""
+        if not (info.context and info.context.get("stored")) or "importance_beyond" not in tree:
+            return tree
+        tree = dict(tree)
+        method, cap = tree.pop("importance_beyond"), tree.pop("importance_cap", 2.0)
+        return tree | {"importance": "none"} if cap is None else tree | {"importance": method, "importance_cap": cap}
 
     @model_validator(mode="after")
     def _does_something(self, info: ValidationInfo) -> Self:
@@ -214,6 +224,9 @@ class AlgorithmConfig(Section):
             raise ValueError("k1 in the loss changes nothing: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
         if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
             raise ValueError("k3-corrected is for the loss: in the reward there is no gradient to correct")
+        for name in ("importance_level", "importance_cap"):
+            if self.importance == "none" and getattr(self, name) != defaults[name].default:
+                raise ValueError(f"{name} does nothing where importance is none")
         return self
 
 
@@ -475,10 +488,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _importance_does_something(self) -> Self:
-        named = self.algorithm.importance_level != "token" or self.algorithm.importance_beyond != "truncate"
-        if named and (self.algorithm.importance_cap is None or not self.rollout.max_staleness):
-            raise ValueError("importance_level and importance_beyond need an importance_cap and rollout.max_staleness above 0")
+    def _importance_does_something(self, info: ValidationInfo) -> Self:
+        stored = bool(info.context and info.context.get("stored"))
+        if self.source.given and self.algorithm.importance in ("truncate", "mask") and not stored:
+            raise ValueError("importance does nothing for stored episodes: their ratio is to their sampler already")
         return self
 
     @model_validator(mode="after")
@@ -491,6 +504,18 @@ class RunConfig(Section):
         """`{"rollout.group_size": 8, ...}`, in the order of the fields; without an agent its keys have their defaults."""
         tree = self.model_dump(mode="json")
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
+
+    def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
+        """What an update does with ratios of trainer to sampler above `importance_cap`; None: it weighs no token by its ratio.
+
+        Args:
+            same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
+        """
+        asked = self.algorithm.importance
+        if asked == "auto":
+            differs = bool(self.rollout.max_staleness) or not same_numbers
+            return "truncate" if differs and not self.source.given and self.update.trainer == "agentrl" else None
+        return None if asked == "none" else asked
 
     @property
     def lean(self) -> bool:

@@ -285,7 +285,7 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
         (("plain", "--algorithm", "rloo,gspo", "-s", "algorithm.tau_positive=1"), 2, "does nothing with rloo, gspo."),
         (("plain", "--algorithm", "rloo", "-s", "update.epochs=2"), 2, "update.epochs is the run's"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.kl_target=1"), 2, "It acts after an update."),
-        (("plain", "--algorithm", "rloo", "-s", "algorithm.importance_cap=3"), 2, "where rollout.max_staleness is 0"),
+        (("plain", "--algorithm", "rloo", "-s", "algorithm.importance_cap=0.3"), 2, "algorithm.importance_cap"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.clip_hi=3"), 2, "Unknown option 'algorithm.clip_hi'."),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.clip_low=3"), 2, "The config does not fit: algorithm.clip_low"),
         (("plain", "--algorithm", "rloo", "--convention", "both"), 2, "'both'"),

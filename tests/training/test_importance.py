@@ -1,6 +1,8 @@
-"""What older weights sampled is weighed by how likely the present ones would have, up to a cap."""
+"""Tokens that the sampler scored otherwise than the trainer are weighed by the ratio of the two, up to a cap."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +83,69 @@ def test_equal_logprobs_weigh_exactly_one_whatever_the_cap(logprobs: list[float]
     assert not bool(cut.any())
 
 
-def test_a_cap_below_one_is_refused_and_none_is_none() -> None:
-    assert build({"algorithm.importance_cap": None}).algorithm.importance_cap is None
-    with pytest.raises(ConfigError, match="importance_cap"):
-        build({"algorithm.importance_cap": 0.5})
+SAMPLER = torch.tensor([[-1.3, -1.0, -0.45, -4.5], [-0.2, -1.9, -3.2, -9.0]])
+TRAINER = torch.tensor([[-1.0, -2.0, -0.5, -3.0], [-0.2, -1.5, -4.0, -0.7]])
+TRAINED = torch.tensor([[True, True, True, True], [True, True, True, False]])
+OF_TOKENS = [1.3498588, 0.3678795, 0.9512294, 2.0, 1.0, 1.4918246, 0.449329]
+
+
+@pytest.mark.parametrize(
+    ("level", "method", "expected"),
+    [
+        ("token", "truncate", OF_TOKENS),
+        ("token", "mask", [0.0 if weight == 2 else weight for weight in OF_TOKENS]),
+        ("sequence", "truncate", [2.0] * 4 + [0.67032] * 3),
+        ("sequence", "mask", [0.0] * 4 + [0.67032] * 3),
+    ],
+)
+def test_weights_are_those_of_trl_and_verl(level: str, method: str, expected: list[float]) -> None:
+    """TRL 1.16.0, `vllm_importance_sampling_mode`, all four; verl b178a3c, `compute_rollout_correction_weights`, truncated."""
+    weights, cut = importance_weights(TRAINER, SAMPLER, TRAINED, 2.0, level, method)
+    assert weights[TRAINED].tolist() == pytest.approx(expected, rel=1e-6)
+    assert cut[TRAINED].tolist() == [weight in (0.0, 2.0) for weight in expected]
+
+
+def test_what_importance_does_not_read_is_refused() -> None:
+    for named in (
+        {"algorithm.importance_cap": 0.5},
+        {"algorithm.importance_cap": None},
+        {"algorithm.importance": "none", "algorithm.importance_cap": 3.0},
+        {"algorithm.importance": "none", "algorithm.importance_level": "sequence"},
+        {"algorithm.importance": "mask", "source.runs": ("first",)},
+        {"algorithm.importance": "truncate", "source.runs": ("first",)},
+    ):
+        with pytest.raises(ConfigError, match="importance"):
+            build(named)
+
+
+@pytest.mark.parametrize(
+    ("named", "same", "method"),
+    [
+        ({}, True, None),
+        ({}, False, "truncate"),
+        ({"rollout.max_staleness": 1}, True, "truncate"),
+        ({"algorithm.importance": "mask"}, True, "mask"),
+        ({"algorithm.importance": "none", "rollout.max_staleness": 1}, False, None),
+        ({"source.runs": ("first",)}, False, None),
+        ({"update.trainer": "trl"}, False, None),
+    ],
+)
+def test_importance_is_on_where_sampler_and_trainer_may_differ(named: dict[str, Any], same: bool, method: str | None) -> None:
+    assert build(named).importance_method(same) == method
+
+
+@pytest.mark.parametrize(
+    ("older", "method", "cap"),
+    [
+        ({"importance_cap": 3.0, "importance_level": "token", "importance_beyond": "mask"}, "mask", 3.0),
+        ({"importance_cap": None, "importance_level": "token", "importance_beyond": "truncate"}, "none", 2.0),
+    ],
+)
+def test_a_stored_config_of_format_4_stays_readable(older: dict[str, Any], method: str, cap: float) -> None:
+    tree = RunConfig().model_dump(mode="json")
+    tree["algorithm"] = {k: v for k, v in tree["algorithm"].items() if not k.startswith("importance")} | older
+    found = RunConfig.model_validate(tree, context={"stored": True}).algorithm
+    assert (found.importance, found.importance_cap, found.importance_level) == (method, cap, "token")
 
 
 # the update
@@ -128,8 +189,11 @@ def test_the_weights_are_those_of_the_update_s_start_in_each_of_its_steps(folder
     assert abs(update.steps[1]["ratio"] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("values", [{"max_staleness": 0}, {"algorithm__importance_cap": None}])
-def test_without_staleness_or_with_no_cap_what_the_sampler_said_changes_nothing(
+NO_CORRECTION = {"algorithm__importance": "none", "algorithm__importance_cap": 2.0}
+
+
+@pytest.mark.parametrize("values", [{"max_staleness": 0}, NO_CORRECTION])
+def test_without_correction_what_the_sampler_said_is_measured_and_changes_nothing(
     folder: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     gradients = []
@@ -137,9 +201,50 @@ def test_without_staleness_or_with_no_cap_what_the_sampler_said_changes_nothing(
         policy, trainer = trainer_of(folder, run_of(**values))
         groups = groups_of(2, 3)
         update = trainer.update(sampled_by_older_weights(policy, groups) if number else groups, 0)
-        assert "importance_weight" not in update.metrics
         gradients.append(gradient(trainer, tmp_path / str(number)))
     assert torch.equal(gradients[0], gradients[1])
+    assert update.metrics["importance_outside"] == pytest.approx(0.75, abs=0.06), "log ratios -0.5, 0, 0.5 and 1 in turn"
+    assert update.metrics["effective_sample_size"] < 0.9
+
+
+def test_bfloat16_is_corrected_for_by_default_and_float32_is_not(folder: Path, tmp_path: Path) -> None:
+    gradients = {}
+    for dtype in ("bfloat16", "float32"):
+        for importance in ("auto", "none", "truncate"):
+            run = config(8, False, model__dtype=dtype, algorithm__importance=importance, update__max_grad_norm=1e9)
+            policy, trainer = trainer_of(folder, run)
+            update = trainer.update(sampled_by_older_weights(policy, groups_of(2, 3)), 0)
+            assert not update.skipped
+            gradients[dtype, importance] = gradient(trainer, tmp_path / f"{dtype}-{importance}")
+    assert torch.equal(gradients["bfloat16", "auto"], gradients["bfloat16", "truncate"])
+    assert not torch.equal(gradients["bfloat16", "auto"], gradients["bfloat16", "none"])
+    assert torch.equal(gradients["float32", "auto"], gradients["float32", "none"])
+
+
+def test_an_update_whose_weights_are_worth_less_than_a_tenth_is_skipped_and_nothing_changes(
+    folder: Path, tmp_path: Path
+) -> None:
+    """By the trainer all tokens but one are a million times less likely than by the sampler."""
+
+    def unlikely(episode: Episode, now: Iterator[float], sampled: Iterator[int]) -> Episode:
+        told = [tuple(next(now) + 14.0 * (next(sampled) > 0) for _ in step.sampled_ids) for step in episode.steps]
+        steps = [replace(step, behavior_logprobs=lps) for step, lps in zip(episode.steps, told, strict=True)]
+        return replace(episode, steps=tuple(steps))
+
+    for batch_size in (None, 3):
+        policy, trainer = trainer_of(folder, run_of(update__batch_size=batch_size))
+        sampled = itertools.count()
+        before = {name: parameter.detach().clone() for name, parameter in policy.trainable().items()}
+        groups = [
+            Group(g.task, tuple(unlikely(e, iter(logprobs_of(policy, e).tolist()), sampled) for e in g.episodes), g.slot)
+            for g in groups_of(2, 3)
+        ]
+        update = trainer.update(groups, 0)
+        assert update.skipped is not None
+        assert "the weights of its tokens are worth" in update.skipped
+        assert not update.bad
+        assert all(torch.equal(before[name], parameter) for name, parameter in policy.trainable().items())
+        assert not trainer.update(sampled_by_older_weights(policy, groups_of(2, 3)), 1).skipped
 
 
 def test_where_sampler_and_trainer_are_the_same_weights_the_correction_changes_nothing_but_rounding(

@@ -12,8 +12,6 @@ from agentrl.cli.evaluate import eval_run_of
 from agentrl.cli.run_view import iteration_numbers, iteration_seconds
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
-from agentrl.workflow import trainers
-from agentrl.workflow.config import build
 from agentrl.workflow.control.scheduler import Dispatch, SendTrain, plan
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import resolve
@@ -288,20 +286,6 @@ def test_the_counts_of_all_open_iterations_are_shown_together(database: Database
     assert iteration_numbers({**now, "through": 1}) == "iteration 1"
     planning.stop(database, "first", "cancelled")
     assert run_rows.count_progress(database, "first") == {}
-
-
-@pytest.mark.parametrize("cap", [3.0, None])
-def test_a_cap_that_nothing_reads_is_refused(own_database: Database, home: Path, cap: float | None) -> None:
-    """Of a run whose sampler has the trainer's weights, and of one on stored episodes, whose ratio is against the sampler."""
-    named = {"algorithm.importance_cap": cap}
-    with pytest.raises(ConfigError, match=r"importance_cap does nothing where rollout\.max_staleness is 0"):
-        trainers.check(build(named))
-    trainers.check(build(named | {"rollout.max_staleness": 1}))
-    trainers.check(build({}))
-    commit(own_database, rolled_out_twice(own_database, epochs=2))
-    assignments = ("source.runs=[first]", f"algorithm.importance_cap={'null' if cap is None else cap}")
-    with pytest.raises(ConfigError, match="importance_cap does nothing"):
-        prepare_stored(own_database, *resolve(assignments=assignments))
 
 
 def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:

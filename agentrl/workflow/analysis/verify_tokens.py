@@ -125,7 +125,7 @@ def check_tokens(
     Raises:
         CheckpointError: weights that are there were altered, or do not fit the base.
     """
-    precision = _precision(policy)
+    precision = policy.precision
     logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
@@ -148,14 +148,6 @@ def check_tokens(
         draw=_draw_difference(missed, chat) if missed else None,
         ending=next((wrong for step in own if (wrong := _end_difference(step, chat, asked(step.index)[0].stop))), None),
     )
-
-
-def _precision(policy: Policy) -> str:
-    if policy.config.numerics == "exact":
-        return "exact"
-    with policy.sampling() as model:
-        kinds = {parameter.dtype for parameter in model.parameters()}
-    return "float32" if kinds == {torch.float32} else "coarse"
 
 
 # prompts
@@ -259,7 +251,7 @@ def _values(
     policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, rollout: RolloutConfig
 ) -> Iterator[tuple[float, int, float]]:
     """Logprob, drawn id and distance of the token at each of the places, in one reading of the ids for every BLOCK of them."""
-    tolerances = TOLERANCES[_precision(policy)]
+    tolerances = TOLERANCES[policy.precision]
     for start in range(0, len(places), BLOCK):
         wanted = places[start : start + BLOCK]
         with policy.sampling() as model:

@@ -162,6 +162,15 @@ class Policy:
         if ref.base_hash not in ("", self.base_hash):  # empty: the submitting machine did not have the base
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
 
+    @property
+    def precision(self) -> Literal["exact", "float32", "coarse"]:
+        """What sampler and trainer compute in; `coarse`: 16 bits, or a base quantised to 4 or 8, in either of them."""
+        if self.config.numerics == "exact":
+            return "exact"
+        with self.lock:
+            kinds = {parameter.dtype for model in self._models.values() for parameter in model.parameters()}
+        return "float32" if kinds == {torch.float32} else "coarse"
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Name in the weights file -> parameter that the optimizer trains."""
         return self._slot("policy")

@@ -515,6 +515,8 @@ UPDATE_METRICS = (
     "sampler_difference_max",
     "importance_weight",
     "importance_truncated",
+    "importance_outside",
+    "effective_sample_size",
     "policy_kl",
     "kl_coef",
     "value_loss",

@@ -62,7 +62,8 @@ _NEWEST_EVAL = f"{_EVALS_OF_RUN} ORDER BY m.measures_version DESC LIMIT 1"
 
 _METRICS = (
     "loss", "kl", "policy_kl", "entropy", "clip_fraction", "grad_norm", "value_loss", "explained_variance",
-    "sampler_difference_max", "importance_weight", "importance_truncated", "log_ratio_clamped",
+    "sampler_difference_mean", "sampler_difference_max", "importance_outside", "importance_weight", "importance_truncated",
+    "effective_sample_size", "log_ratio_clamped",
 )  # fmt: skip
 _UPDATE_COLUMNS = ", ".join(  # one subquery each: a join would aggregate all iterations to show one
     f"(SELECT {'max' if name.endswith('_max') else 'avg'}(u.{name}) FROM updates u WHERE u.iteration_id = i.id) AS {name}"
@@ -198,7 +199,8 @@ VIEWS = {
         SELECT u.id, r.name AS run, i.epoch + 1 AS epoch, i.number + 1 AS iteration, u.minibatch, u.rows, u.tokens, u.loss,
                u.kl, u.entropy, u.clip_fraction, u.ratio, u.grad_norm, u.learning_rate, u.policy_kl, u.kl_coef, u.value_loss,
                u.explained_variance, u.sampler_difference_mean,
-               u.sampler_difference_max, u.importance_weight, u.importance_truncated, u.log_ratio_clamped
+               u.sampler_difference_max, u.importance_outside, u.importance_weight, u.importance_truncated,
+               u.effective_sample_size, u.log_ratio_clamped
         FROM updates u
         JOIN iterations i ON i.id = u.iteration_id
         JOIN runs r ON r.id = i.run_id""",

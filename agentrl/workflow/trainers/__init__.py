@@ -6,7 +6,7 @@ It only names it, so that the command line can check a run's options without loa
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl.workflow.config import AlgorithmConfig, RunConfig
+from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
 
@@ -53,9 +53,6 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: there is such an option.
     """
-    cap = AlgorithmConfig.model_fields["importance_cap"].default
-    if not config.rollout.max_staleness and config.algorithm.importance_cap != cap:
-        raise ConfigError("algorithm.importance_cap does nothing where rollout.max_staleness is 0.", "Leave it out.")
     backend: TrainerBackend = find("trainers", config.update.trainer)
     if backend.check:
         find("trainer", backend.check)(config)

@@ -52,9 +52,17 @@ class Minibatch:
     normaliser: Normaliser
 
     def means(self, sums: Metrics) -> dict[str, float]:
-        """Sums over the tokens that were read as their means."""
+        """Sums over the tokens that were read as their means, and the effective sample size as a share of them.
+
+        The effective sample size of weights w of n tokens is (sum w)^2 / (n sum w^2): 1 where all are equal, near 0 where few
+        tokens have all the weight (Kong, 1992).
+        """
         read = sum(sum(row.loss_mask) for row in self.rows)
-        return {name: value if name in WHOLE else value / read for name, value in sums.items()}
+        means = {name: value if name in WHOLE else value / read for name, value in sums.items()}
+        squares = means.pop("importance_square", 0.0)
+        if "importance_weight" in means:
+            means["effective_sample_size"] = means["importance_weight"] ** 2 / squares if squares else 0.0
+        return means
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +87,14 @@ class PreparedUpdate:
 
 
 class UpdatePreparation:
-    """Chooses what an update reads, reads what must be known before its first step, and credits the tokens."""
+    """Chooses what an update reads, reads what must be known before its first step, and credits the tokens.
 
-    def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer) -> None:
+    Args:
+        corrects: whether tokens are weighed by how likely the trainer's weights would have sampled them.
+    """
+
+    def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer, corrects: bool = False) -> None:
+        self._corrects = corrects
         self._policy = policy
         self._config = config
         self._scorer = scorer
@@ -166,8 +179,7 @@ class UpdatePreparation:
         """Adds the logprobs that the steps need: where there are several, those of the policy before the first."""
         used = [row for minibatch in minibatches for row in minibatch.rows]
         one_step = len(minibatches) * self._config.update.epochs == 1
-        weighed = self._config.rollout.max_staleness and self._config.algorithm.importance_cap is not None
-        if one_step and not (weighed and self._config.model.lora_dropout):  # an importance weight has no dropout
+        if one_step and not (self._corrects and self._config.model.lora_dropout):  # an importance weight has no dropout
             known = replace(known, start=None)  # the step's own are the same, with its dropout
         elif known.start is None:
             known = replace(known, start=self._scorer.read_constants(tokens, used, self._policy.training)[0])

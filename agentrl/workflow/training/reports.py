@@ -23,10 +23,12 @@ class Update:
             critic is in the loss): `entropy`, `ratio`, `clip_fraction`, `log_ratio_clamped`, `policy_kl` (to the policy before
             the update), `kl` (to the reference, where kl_coef > 0; where it is in the reward, over all tokens and before the
             update),
-            `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|); with a critic `value_loss`, and
+            `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|), `importance_outside` (the share
+            with a ratio of trainer to sampler outside of [0.9, 1.1]), the mean `importance_weight`, `importance_truncated` (the
+            share above the cap) and `effective_sample_size` of the weights (`UpdateLoss`, which applies them where
+            `RunConfig.importance_method` says so); with a critic `value_loss`, and
             `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
-            it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions, and unless importance_cap is null the
-            mean `importance_weight` and, as `importance_truncated`, the share that the cap cut.
+            it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions.
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used: the mean over its tokens.
         dropped: why a group was not used, or not all of its finished episodes, by slot.

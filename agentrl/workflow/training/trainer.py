@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from agentrl.workflow.algorithms import find_gradient, settle_options
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig
+from agentrl.workflow.engines import Backend
 from agentrl.workflow.models import exported_files
 from agentrl.workflow.models.critic import FILE, critic_parameters, load_critic, make_critic, save_critic
 from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.plugins import find
 from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
@@ -38,9 +40,16 @@ from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coe
 from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
 
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.1
+"""An update is skipped if the weights of its tokens are worth fewer, as a share of them."""
 
-class NotFinite(Exception):
-    """A loss or gradient is NaN or infinite; the update is undone."""
+
+class Unusable(Exception):
+    """A step cannot be taken; the update is undone."""
+
+
+class NotFinite(Unusable):
+    """A loss or gradient is NaN or infinite."""
 
 
 def require_finite(loss: float, norm: float) -> None:
@@ -68,8 +77,9 @@ class Trainer:
         self._algorithm = find_gradient(config.algorithm.name)
         self._options = settle_options(config.algorithm)
         self._scorer = RowScorer(policy, config)
-        self._preparation = UpdatePreparation(policy, config, self._scorer)
-        self._loss = UpdateLoss(config)
+        engine: Backend = find("engines", config.rollout.engine)
+        self._loss = UpdateLoss(config, engine.local and policy.precision != "coarse")
+        self._preparation = UpdatePreparation(policy, config, self._scorer, self._loss.importance is not None)
         self._plain: Mapping[str, bytes] = {}
         self.kl_coef = self._options.kl_coef
         self._start_fresh()
@@ -93,9 +103,11 @@ class Trainer:
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
             if isinstance(prepared, Update):
                 return prepared
-            steps, skipped = self._take_steps(prepared, iteration)
-        if skipped:
-            return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=skipped, bad=True)
+            try:
+                steps = self._take_steps(prepared, iteration)
+            except Unusable as error:
+                bad = isinstance(error, NotFinite)
+                return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
         self.iteration = iteration
         self.updates += 1
         steps = [{**step, **prepared.beside} for step in steps]
@@ -126,9 +138,10 @@ class Trainer:
                     step = self._step(prepared, first, iteration)
                 gradient = self._flat_gradient()
                 after = self._accumulate(replace(prepared, known=replace(prepared.known, start=start)), first, learns=False)
-            except NotFinite as error:
+            except Unusable as error:
+                bad = isinstance(error, NotFinite)
                 return UpdatePreview(
-                    Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=True)
+                    Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
                 )
             finally:
                 self._restore(*before)
@@ -137,8 +150,12 @@ class Trainer:
         moved = {name: value for name, value in first.means(after).items() if name in ("ratio", "clip_fraction", "policy_kl")}
         return UpdatePreview(Update(metrics, (step,), prepared.advantages, prepared.dropped), moved, gradient, blank)
 
-    def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> tuple[list[Metrics], str | None]:
-        """Takes all optimizer steps, or none and gives the reason."""
+    def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> list[Metrics]:
+        """Takes all optimizer steps, or none.
+
+        Raises:
+            Unusable: a step cannot be taken.
+        """
         epochs = self._config.update.epochs
         before = self._snapshot() if len(prepared.minibatches) * epochs > 1 else None
         steps: list[Metrics] = []
@@ -149,15 +166,13 @@ class Trainer:
                         steps.append(self._step(prepared, minibatch, iteration))
                 if epoch + 1 < epochs and self._exceeds_max_kl(prepared):
                     break
-        except Exception as error:
+        except Exception:
             if before is not None:
                 self._restore(*before)
-            if isinstance(error, NotFinite):
-                return [], str(error)
             raise
         finally:
             self._optimizer.zero_grad()
-        return steps, None
+        return steps
 
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
         """Whether the policy has moved so far from its start that no further pass is made."""
@@ -178,10 +193,12 @@ class Trainer:
             norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.update.max_grad_norm))
             repeats = self._loss_scale.must_repeat(sums["loss"], norm)
         require_finite(sums["loss"], norm)
+        means = minibatch.means(sums)
+        self._require_enough_samples(means["effective_sample_size"])
         take_step(self._optimizer, self._parameters)
         self._require_finite_weights()
         counts = minibatch.normaliser
-        return minibatch.means(sums) | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
+        return means | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
     def _accumulate(self, prepared: PreparedUpdate, minibatch: Minibatch, learns: bool = True) -> dict[str, float]:
         """Adds up the gradients of the microbatches, unless nothing `learns`, and returns sums over trained tokens."""
@@ -207,6 +224,13 @@ class Trainer:
         if torch.is_grad_enabled():
             (terms.loss * self._loss_scale.factor).backward()  # type: ignore[no-untyped-call]
         return dict(zip(terms.sums, torch.stack([value.double() for value in terms.sums.values()]).tolist(), strict=True))
+
+    def _require_enough_samples(self, share: float) -> None:
+        if self._loss.importance is not None and share < MIN_EFFECTIVE_SAMPLE_SIZE:
+            raise Unusable(
+                f"sampler and trainer differ so much that the weights of its tokens are worth {share:.1%} of them; an update "
+                f"needs {MIN_EFFECTIVE_SAMPLE_SIZE:.0%} (algorithm.importance)"
+            )
 
     def _require_finite_weights(self) -> None:
         # One tensor, so that the CPU waits for the device once, not for each parameter.

@@ -120,6 +120,8 @@ def _algorithm_refusals(options: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.kl_in={options.kl_in} with {options.kl_estimator}, where TRL has a k3 in the loss"
     if options.kl_coef and options.kl_estimator == "k3-corrected" and _is_sequence_level(options):
         yield f"algorithm.kl_estimator=k3-corrected with {options.name}, where TRL multiplies it by the ratio of the whole row"
+    if options.importance in ("truncate", "mask"):
+        yield f"algorithm.importance={options.importance}, since TRL corrects for another sampler only with vLLM"
     if options.kl_target is not None:
         yield "algorithm.kl_target, where TRL's weight of the KL stays"
     if options.entropy_coef and options.aggregation != "token-mean":

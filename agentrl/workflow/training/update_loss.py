@@ -1,5 +1,7 @@
 """The loss of a microbatch in an update, and the metrics beside it. See `training.losses`."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,16 +23,24 @@ from agentrl.workflow.training.losses import (
 )
 from agentrl.workflow.training.prepared_update import TokenConstants
 
+LOW_LOG_RATIO, HIGH_LOG_RATIO = math.log(0.9), math.log(1.1)
+"""Ratios of trainer to sampler that are outside of [0.9, 1.1] are counted."""
+
 
 class UpdateLoss:
     """The loss of a run's updates: a surrogate, and if the run asks for them, a KL, an entropy bonus and a critic's error."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, same_numbers: bool) -> None:
+        """Make the loss of this config's updates.
+
+        Args:
+            same_numbers: see `RunConfig.importance_method`.
+        """
         algorithm = find_gradient(config.algorithm.name)
         self._config = config
         self._options = settle_options(config.algorithm)
         self._surrogate: Surrogate = find("surrogates", algorithm.surrogate_of(config.algorithm))
-        self._importance_cap = config.algorithm.importance_cap if config.rollout.max_staleness else None
+        self.importance = config.importance_method(same_numbers)
 
     def terms(self, batch: Microbatch, scores: Scores, known: TokenConstants, counts: Normaliser, kl_coef: float) -> LossTerms:
         """The microbatch's share of its minibatch's loss.
@@ -44,11 +54,10 @@ class UpdateLoss:
         start = logprobs.detach() if known.start is None else known.start
         old = behavior.to(logprobs.dtype) if self._config.source.given else start
         sums: dict[str, Tensor] = {}
-        if self._importance_cap is not None:
-            how = self._options.importance_level, self._options.importance_beyond
-            weights, cut = importance_weights(start, behavior, mask, self._importance_cap, *how)
+        cap, level = self._options.importance_cap, self._options.importance_level
+        weights, cut = importance_weights(start, behavior, mask, cap, level, self.importance or "truncate")
+        if self.importance is not None:
             credit = credit * weights.to(credit.dtype)
-            sums |= {"importance_weight": (weights * mask).sum(), "importance_truncated": cut.sum()}
         tokens = TokenBatch(logprobs, old, credit, mask, known.reference, scores.entropy, batch.weights)
         terms = policy_loss(self._surrogate, tokens, self._options.model_copy(update={"kl_coef": kl_coef}), counts)
         loss = terms.loss
@@ -56,13 +65,17 @@ class UpdateLoss:
             errors = value_loss(scores.values, known.values, known.returns, self._config.critic.clip or None)
             loss = loss + self._config.critic.loss_coef * aggregate(errors, mask, "token-mean", counts)
             sums["value_loss"] = (errors * mask).sum().detach()
-        difference = (behavior - start).abs() * mask
+        log_ratio = torch.where(mask, start - behavior, 0.0)
         sums |= {
             "loss": loss.detach(),
             "entropy": (scores.entropy.detach() * mask).sum(),
-            "sampler_difference_mean": difference.sum(),
+            "sampler_difference_mean": log_ratio.abs().sum(),
             "policy_kl": k3(*(torch.where(mask, values, 0.0) for values in (start, logprobs.detach()))).sum(),
-            "sampler_difference_max": difference.max(),
+            "sampler_difference_max": log_ratio.abs().max(),
+            "importance_weight": (weights * mask).sum(),
+            "importance_square": (weights**2 * mask).sum(),
+            "importance_truncated": cut.sum(),
+            "importance_outside": ((log_ratio < LOW_LOG_RATIO) | (log_ratio > HIGH_LOG_RATIO)).sum(),
             **terms.sums,
         }
         return LossTerms(loss, sums)

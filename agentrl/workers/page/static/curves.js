@@ -24,8 +24,8 @@ const CHARTS = [
   { key: "mfu", title: "model FLOPs utilisation of the update", note: "share of the GPU's peak", columns: [["mfu", ""]] },
   { key: "peak_memory_bytes", title: "GPU memory of the update", note: "bytes at its peak", columns: [["peak_memory_bytes", ""]] },
   { key: "staleness", title: "staleness", note: "versions", columns: [["staleness", ""]] },
-  { key: "sampler", title: "sampler and trainer", note: "greatest difference of logprobs", columns: [["sampler_difference_max", "difference"]] },
-  { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"]] },
+  { key: "sampler", title: "sampler and trainer", note: "difference of logprobs", columns: [["sampler_difference_mean", "mean"], ["sampler_difference_max", "largest"]] },
+  { key: "importance", title: "importance weights", columns: [["importance_weight", "mean"], ["importance_truncated", "truncated"], ["importance_outside", "outside 0.9 to 1.1"], ["effective_sample_size", "effective sample size"]] },
 ];
 const LOUD = { failed: "killed", worker_lost: "killed", oom: "killed", device_lost: "killed", update_failed: "killed", group_failed: "killed", resumed: "resumed", going_on: "resumed", extended: "resumed", waiting: "waiting", paused: "waiting" };
 const QUIET_EVENTS = new Set(["submitted", "done", "chosen"]);

@@ -7,7 +7,7 @@ import { number, percent, plural, seconds, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
 import { Asked, Badge, Facts, Link, openable, Table, useData, useWidth } from "./ui.js";
 
-const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "log_ratio_clamped", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_max", "importance_weight"];
+const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "log_ratio_clamped", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_mean", "sampler_difference_max", "importance_weight", "importance_outside", "effective_sample_size"];
 const SCATTER = ["reward", "advantage", "sampled_tokens", "prompt_tokens", "steps", "tool_calls", "tool_errors", "seconds", "slot", "sample"];
 const FAR = 26;
 

@@ -28,9 +28,12 @@ _METRICS = {
     "grad_norm": "norm of the gradient before clipping",
     "value_loss": "the critic's loss",
     "explained_variance": "share of the returns' variance that the critic explains",
+    "sampler_difference_mean": "mean difference between the sampler's logprobs and the trainer's",
     "sampler_difference_max": "the largest difference between the sampler's logprobs and the trainer's",
-    "importance_weight": "mean weight of older samples",
+    "importance_outside": "share of tokens whose ratio of trainer to sampler is outside of [0.9, 1.1]",
+    "importance_weight": "mean ratio of trainer to sampler, up to the cap",
     "importance_truncated": "share of tokens whose importance weight was cut",
+    "effective_sample_size": "what the importance weights of the tokens are worth, as a share of them",
     "log_ratio_clamped": "share of tokens whose log ratio was clamped to +-20",
 }
 COLUMNS: Mapping[str, str] = {

@@ -41,9 +41,12 @@ class IterationRow(ViewRow):
     grad_norm: float | None
     value_loss: float | None
     explained_variance: float | None
+    sampler_difference_mean: float | None
     sampler_difference_max: float | None
+    importance_outside: float | None
     importance_weight: float | None
     importance_truncated: float | None
+    effective_sample_size: float | None
     log_ratio_clamped: float | None
     tokens: int
     prompt_tokens: int
@@ -117,8 +120,10 @@ class UpdateRow(ViewRow):
     explained_variance: float | None
     sampler_difference_mean: float | None
     sampler_difference_max: float | None
+    importance_outside: float | None
     importance_weight: float | None
     importance_truncated: float | None
+    effective_sample_size: float | None
     log_ratio_clamped: float | None
 
 
