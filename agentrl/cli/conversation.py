@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agentrl.cli.turn_display import Voice, turn_lines
-from agentrl.workflow.agent import refusal
+from agentrl.workflow.agent import observe, refusal
 from agentrl.workflow.chat.parsing import THINK
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import StateError
@@ -104,7 +104,7 @@ class Talk:
             step = replace(step, results=(yield from self._run_calls(step.message.tool_calls)))
             self.steps, self._row = (*self.steps[:-1], step), (*self._row[:-1], replace(self._row[-1], results=step.results))
             episode = episode.with_step(replace(step, index=len(episode.steps), parent=None))
-            self._unheard = new = tuple(self.env.step(episode))
+            self._unheard = new = tuple(observe(episode, self.env, self.policy.limits))
             if not new:
                 return
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"

@@ -95,6 +95,7 @@ def _report_document(found: Any) -> Any:
 
 def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
     from agentrl.workers.jobs.tools_job import run_tool
+    from agentrl.workflow.agent import observe
     from agentrl.workflow.analysis.verify_episode import check_tools
     from agentrl.workflow.store.rows import message_row, message_value
     from agentrl.workflow.store.tool_calls import CallWork
@@ -119,7 +120,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
         elif not before.steps:
             found = env.reset(before.task)
         else:
-            found = env.step(before)
+            found = observe(before, env, made.config.rollout)
         return [message_value(message_row(message)) for message in found]  # as the record holds them
 
     effects = {tool: declared.effects for tool, declared in tools.items()}

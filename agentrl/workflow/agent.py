@@ -18,6 +18,10 @@ MAX_ARGUMENT_CHARACTERS = 65536
 """The most characters of arguments; longer ones are not sent to a tool, and the model is told."""
 
 
+ASK = "Do not call a tool again. What is the answer?"
+"""What a policy is asked before its last turn, and after a turn that only repeated calls. Small models go on calling else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
     """Sample a turn: these messages are new to the policy."""
@@ -57,7 +61,7 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
         return Finish("parse_error")
     if step.pending:
         return CallTools(step)
-    told = env.step(episode)
+    told = observe(episode, env, limits)
     if len(told) == 0:  # not `not told`: a `step` that forgot to return has not said that the episode is over
         return Finish("answered")
     if sum(step.seconds + sum(r.seconds for r in step.results or ()) for step in episode.steps) > limits.timeout_seconds:
@@ -65,6 +69,26 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
     if len(episode.steps) >= limits.max_steps:
         return Finish("max_steps")
     return _generate(told)
+
+
+def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
+    """What the policy reads after the episode's last turn: what the env says, and where `last_turn` says so, a question.
+
+    It is asked for its answer if results are the last that it reads before its last turn, or if all of them are results that it
+    has read before, of the same calls.
+    """
+    told = env.step(episode)
+    if limits.last_turn == "plain" or not told or not isinstance(told[-1], Message) or told[-1].role != "tool":
+        return told
+    *before, last = map(_answered_calls, episode.steps)
+    is_asked = len(episode.steps) + 1 == limits.max_steps or last <= set[Any]().union(*before)
+    return (*told, Message("user", ASK)) if is_asked else told
+
+
+def _answered_calls(step: Step) -> set[tuple[str, str, str]]:
+    """(tool, arguments, result) for each call of a turn."""
+    results = zip(step.message.tool_calls, step.results or (), strict=False)
+    return {(call.name, repr(call.arguments), result.content) for call, result in results}
 
 
 def _generate(messages: tuple[Message, ...]) -> Generate:

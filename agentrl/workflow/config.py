@@ -150,6 +150,9 @@ class RolloutConfig(Section):
     stop: Texts = Field((), description="Texts that end a turn, beside the end token; they stay in it")
     max_new_tokens: int = Field(256, ge=1, le=131072, description="Sampled tokens per step")
     max_steps: int = Field(4, ge=1, le=1000, description="Policy turns per episode")
+    last_turn: Literal["auto", "ask", "plain"] = Field(
+        "auto", description="ask: before it, and after a repeated call, ask for the answer; auto: if the template can"
+    )
     max_tool_calls: int = Field(8, ge=1, le=1000, description="Calls accepted in one turn; the rest are told so")
     timeout_seconds: float = Field(
         600.0, gt=0, description="Seconds of sampling and tools in one episode, and of waiting in a server's own queue"
@@ -481,7 +484,11 @@ class RunConfig(Section):
         if self.tools or self.served_tools:
             raise ValueError("tools are offered by the built-in loop: an agent brings its own")
         defaults = RolloutConfig.model_fields
-        instead = {"max_steps": "agent.max_calls bounds it", "max_tool_calls": "it runs its calls itself"}
+        instead = {
+            "max_steps": "agent.max_calls bounds it",
+            "max_tool_calls": "it runs its calls itself",
+            "last_turn": "it decides what the model reads",
+        }
         for name, said in instead.items():
             if getattr(self.rollout, name) != defaults[name].default:
                 raise ValueError(f"rollout.{name} does nothing with an agent: {said}")

@@ -21,6 +21,7 @@ from agentrl.workflow.chat.templates import (
     remark_on_tools,
     renderer,
     settle_chat,
+    settle_last_turn,
     source_of,
 )
 from agentrl.workflow.config import ModelConfig, build
@@ -248,6 +249,28 @@ def test_check_template_refuses_a_template_that_drops_later_system_messages_if_t
     check_template(config, folder, system=True, tools=True)
     with pytest.raises(ModelError, match="drops system messages behind the first"):
         check_template(config, folder, system=True, tools=True, later_system=True)
+
+
+ALTERNATING = """{%- set ns = namespace(user=true) -%}
+{%- for message in messages if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) -%}
+{%- if (message.role == 'user') != ns.user -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+{%- set ns.user = not ns.user -%}{%- endfor -%}
+"""
+
+
+def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_result(tmp_path: Path) -> None:
+    def settled(source: str, **rollout: str) -> str:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+        asked = build({f"rollout.{name}": value for name, value in rollout.items()})
+        config = asked.model_copy(update={"model": settle_chat(asked.model, tmp_path)})
+        return settle_last_turn(config, tmp_path).rollout.last_turn
+
+    (tmp_path / "config.json").write_text("{}")
+    assert settled(TEMPLATE) == settled(TEMPLATE, last_turn="ask") == "ask"
+    assert settled(TEMPLATE, last_turn="plain") == "plain"
+    assert settled(ALTERNATING + TEMPLATE) == settled(ALTERNATING + TEMPLATE, last_turn="plain") == "plain"
+    with pytest.raises(ConfigError, match=r"no user message after a tool's result\. Set rollout\.last_turn=plain"):
+        settled(ALTERNATING + TEMPLATE, last_turn="ask")
 
 
 def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:

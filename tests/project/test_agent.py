@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
+from agentrl.workflow.agent import ASK, CallTools, Finish, Generate, next_action, observe, refusal
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.envs import Env
@@ -79,6 +79,37 @@ def test_a_call_that_cannot_be_read_is_an_observation_and_the_episode_goes_on() 
     assert told is not None
     assert told.error_class == "parse_error"
     assert isinstance(after(replace(step, results=(told,))), Generate)
+
+
+QUESTION = Message("user", ASK)
+
+
+def read(*steps: Step, env: Env = ENV, last_turn: str = "ask") -> list[Message]:
+    limits = LIMITS.model_copy(update={"last_turn": last_turn, "max_steps": 4})
+    return list(observe(replace(EPISODE, steps=steps), env, limits))
+
+
+def test_observe_asks_for_the_answer_before_the_last_turn_and_after_repeated_calls() -> None:
+    first, again, other = (turn(n, call(text), [result]) for n, (text, result) in enumerate([("6*7", "42")] * 2 + [("1", "1")]))
+    result = Message("tool", "42", name="calculator")
+    assert read(first) == [result]
+    assert read(first, again) == [result, QUESTION], "the same call with the same result"
+    assert read(first, replace(again, results=(ToolResult("43"),)))[1:] == [], "the same call with another result"
+    assert read(first, replace(other, index=1)) == [Message("tool", "1", name="calculator")]
+    assert read(first, replace(other, index=1), replace(again, index=2)) == [result, QUESTION], "the last turn comes"
+    both = turn(1, call("6*7") + call("2+2"), ["42", "4"])
+    assert QUESTION not in read(first, both), "one of the calls is new"
+
+
+def test_observe_asks_nothing_where_it_is_not_to_or_where_no_result_was_read() -> None:
+    class Says(Env):
+        def step(self, episode: Episode) -> tuple[Message, ...]:
+            return (Message("user", "higher"),)
+
+    steps = [turn(number, call("6*7"), ["42"]) for number in range(3)]
+    assert QUESTION not in read(*steps, last_turn="plain")
+    assert read(*steps, env=Says()) == [Message("user", "higher")]
+    assert read(turn(0, "42")) == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from agentrl.workers.requests.search_request import SearchedTasks, check_resourc
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
 from agentrl.workflow.algorithms import searches, settle_run, settle_search
-from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, settle_chat
+from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, settle_chat, settle_last_turn
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
@@ -126,7 +126,7 @@ def prepare(
         if folder is not None:
             check_code(config.model, folder)
     with check("chat template"):
-        config = config.model_copy(update={"model": settle_chat(config.model, folder)})
+        config = _settle_turns(config, folder, bool(asked.tools))
         _check_weights(asked.engine, config, ref, kind == "train" or trained)
         if kind == "train" and folder is not None:
             system, later = _system_messages(asked.env, loaded.tasks)
@@ -153,6 +153,12 @@ def prepare(
     if older not in ("", name):
         remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
     return PreparedRun(submission, experiment, loaded.skipped, remarks)
+
+
+def _settle_turns(config: RunConfig, folder: Path | None, offers_tools: bool) -> RunConfig:
+    """The config with its template, its tool format and its last turn chosen."""
+    config = config.model_copy(update={"model": settle_chat(config.model, folder)})
+    return settle_last_turn(config, folder) if offers_tools and config.agent is None else config
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:

@@ -158,6 +158,18 @@ def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, late
         return f"cannot render a conversation with {_parts(system, tools)}: {' '.join(str(error).split())[:200]}"
 
 
+def can_ask_after_results(render: Render, manner: Manner) -> bool:
+    """Whether the template shows a user message right after a tool's result, and leaves what is before it as it was."""
+    calling = Message("assistant", "", tool_calls=(_CALL,))
+    question = Message("user", "zqagain")
+    try:
+        before = render(list(manner.plain([_USER, calling, _RESULT], [_PROBE_TOOL])), [_PROBE_TOOL], False)
+        after = render(list(manner.plain([_USER, calling, _RESULT, question], [_PROBE_TOOL])), [_PROBE_TOOL], True)
+    except FAULTS:
+        return False
+    return question.content in after and after.startswith(before.partition(_RESULT.content)[0] + _RESULT.content)
+
+
 def _parts(system: bool, tools: bool) -> str:
     parts = [*(["a system message"] if system else []), "a question", *(["a tool call and its result"] if tools else [])]
     return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0] + " and its answer"

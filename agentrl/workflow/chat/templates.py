@@ -20,13 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from agentrl.workflow.chat.template_probe import (
     Manner,
     Render,
+    can_ask_after_results,
     find_trouble,
     is_silent_on_tools,
     manner_of,
     writes_unreadable_calls,
 )
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
-from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
@@ -147,6 +148,25 @@ def settle_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     else:
         find("tool_formats", config.tool_format)
     return config.model_copy(update=chosen)
+
+
+def settle_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The config with `rollout.last_turn` chosen; `auto` stays if the model is not on this machine.
+
+    Args:
+        config: its model as `settle_chat` returns it.
+
+    Raises:
+        ConfigError: it says `ask`, and the model's chat template cannot.
+    """
+    spoken = _renderer_and_manner(config.model, folder) if folder is not None else None
+    if spoken is None or config.rollout.last_turn == "plain":
+        return config
+    can = can_ask_after_results(*spoken)
+    if config.rollout.last_turn == "ask" and not can:
+        raise ConfigError("The chat template takes no user message after a tool's result.", "Set rollout.last_turn=plain.")
+    chosen = {"last_turn": "ask" if can else "plain"}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=chosen)})
 
 
 def _recorded_format(folder: Path | None) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow import engines
-from agentrl.workflow.chat.templates import settle_chat
+from agentrl.workflow.chat.templates import settle_chat, settle_last_turn
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
@@ -235,8 +235,9 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     backend: Backend = find("engines", config.rollout.engine)
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
-    spoken = settle_chat(config.model, local_folder(base))
-    policy = Policy.load(spoken, base, settings().device, settings().threads, weights=backend.local)
+    folder = local_folder(base)
+    config = settle_last_turn(config.model_copy(update={"model": settle_chat(config.model, folder)}), folder)
+    policy = Policy.load(config.model, base, settings().device, settings().threads, weights=backend.local)
     if ref is not None:
         policy.check(ref)
     return OpenPolicy(policy, ref or PolicyRef(base, policy.base_hash), config.rollout, seed)
