@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
@@ -91,6 +91,11 @@ learn-agent: env
 # iterations, held-out tasks before and after: five to ten minutes, into build/learn_code.json.
 learn-code: env
 	$(BIN)/python -m bench.learning.learn_code
+
+# Real pretrained models learn: hours, which Ctrl-C may cut into parts; results are in docs/results/ and docs/results.md.
+# `make learn-real smollm=FOLDER qwen=FOLDER only=sums seeds=0`.
+learn-real: .venv/.learn
+	$(BIN)/python -m bench.learning.learn_real $(if $(smollm),--smollm $(smollm)) $(if $(qwen),--qwen $(qwen)) $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds))
 
 # Prompts learn by a critic that reads, and not by one that is blind: apo and gepa, five seeds each: some minutes, into
 # build/learn_prompts.json and .md.

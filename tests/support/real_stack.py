@@ -107,7 +107,7 @@ class Stack:
         """Return the pids of the embedded stack's workers of that role: the supervisor's children that write to its log."""
         supervisor = embedded.find_supervisor(self.settings)
         log = str(embedded.log_file(self.settings, role))
-        return {pid for pid in _children(supervisor) if _stdout(pid) == log} if supervisor else set()
+        return {pid for pid in children_of(supervisor) if _stdout(pid) == log} if supervisor else set()
 
     def logs(self) -> str:
         """The ends of all logs, for a failing test."""
@@ -125,7 +125,7 @@ class Stack:
             self._database.close()
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     try:
         return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     except OSError:  # it has just ended

@@ -1,0 +1,66 @@
+"""The page docs/results.md: a table and a picture of the results of `make learn-real`, each a JSON file in docs/results/."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+FOLDER, PAGE, PICTURE = Path("docs/results"), Path("docs/results.md"), Path("docs/results/curves.svg")
+BEGIN, END = "<!-- table: made by `make learn-real` -->\n", "<!-- end of table -->\n"
+WINDOW = 10
+"""The picture shows a moving mean of so many iterations."""
+
+Result = Mapping[str, Any]
+
+
+def write_page() -> None:
+    """Put a table of all results between the page's two marks, and draw their curves."""
+    found = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(head + BEGIN + "\n".join(table(found)) + "\n" + END + rest.partition(END)[2])
+    if found:
+        draw(found, PICTURE)
+
+
+def table(found: Sequence[Result]) -> list[str]:
+    """A Markdown table, one line for each result."""
+    lines = [
+        "| cell | model | seed | iterations | held out before | after | n | hours | processor hours | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        before, after = (_interval(one["held_out"][when]) for when in ("before", "after"))
+        hours, processor = one["seconds"] / 3600, one["processor_seconds"] / 3600
+        lines.append(
+            f"| {one['cell']} | {one['model']} | {one['seed']} | {len(one['rewards'])} | {before} | {after} "
+            f"| {one['held_out']['after']['n']} | {hours:.2f} | {processor:.2f} | {one['commit']} |"
+        )
+    return lines
+
+
+def _interval(measured: Mapping[str, float]) -> str:
+    return f"{measured['mean']:.3f} [{measured['low']:.3f}, {measured['high']:.3f}]"
+
+
+def draw(found: Sequence[Result], file: Path) -> None:
+    """Draw the reward of each iteration, a panel for each cell and a line for each seed; the same file for the same results."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cells = [(cell, list(seeds)) for cell, seeds in groupby(found, key=lambda one: one["cell"])]
+    mpl.rcParams.update({"svg.hashsalt": "results", "font.size": 8})
+    figure = Figure(figsize=(3.2 * len(cells), 2.4), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(cells), sharey=True, squeeze=False).ravel()
+    for panel, (cell, seeds) in zip(panels, cells, strict=True):
+        for one in seeds:
+            rewards = one["rewards"]
+            smooth = [mean(rewards[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(rewards))]
+            panel.plot(range(1, len(smooth) + 1), smooth, linewidth=1.2, label=f"seed {one['seed']}")
+        panel.set_title(cell, fontsize=9)
+        panel.set_xlabel("iteration")
+        panel.set_ylim(0, 1)
+        panel.legend(frameon=False, fontsize=7)
+    panels[0].set_ylabel(f"reward, mean of {WINDOW}")
+    figure.savefig(file, metadata={"Date": None})

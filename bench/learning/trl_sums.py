@@ -1,0 +1,68 @@
+"""`python -m bench.learning.trl_sums MODEL TRAIN.jsonl OUT SEED ITERATIONS`: the sums of `learn_real`, with TRL's own script.
+
+Same rows, reward, LoRA, group and token budget as the cell `sums`, sampling with transformers' `generate`. Writes the merged
+model and `curve.json` (the mean reward of each step, the seconds of all of them) into OUT.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from agentrl.workflow.config import PROJECTIONS
+from agentrl.workflow.rewards.numeric_answer import read_answer
+
+GROUPS = GROUP_SIZE = 8
+
+
+def main() -> None:
+    """Train and write the model."""
+    model, file, folder, seed, iterations = sys.argv[1:]
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    )
+    options = GRPOConfig(
+        output_dir=f"{folder}.tmp",
+        seed=int(seed),
+        per_device_train_batch_size=GROUPS * GROUP_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=16,
+        max_steps=int(iterations),
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        temperature=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(model=model, reward_funcs=right, args=options, train_dataset=data, peft_config=adapter)
+    began = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - began
+    merged: Any = trainer.model.merge_and_unload()
+    merged.save_pretrained(folder)
+    trainer.processing_class.save_pretrained(folder)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    (Path(folder) / "curve.json").write_text(json.dumps({"rewards": rewards, "seconds": seconds}))
+
+
+def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 where the answer's last number is the right one, as `numeric_answer`."""
+    found = (read_answer(turns[-1]["content"]) for turns in completions)
+    return [float(number is not None and number == int(right)) for number, right in zip(found, answer, strict=True)]
+
+
+if __name__ == "__main__":
+    main()
