@@ -560,7 +560,7 @@ def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Pa
     assert stored["env"] == "qa"
     assert {key: stored["rollout"][key] for key in limits} == limits
     usual, _ = eval_run_of(str(model), "arithmetic", "test", 3, {})
-    assert set(sampling_differences(config.model_dump(mode="json"), prepare(None, usual, "eval").submission.config)) == {
+    assert set(sampling_differences(stored, prepare(None, usual, "eval").submission.config)) == {
         "rollout.max_new_tokens", "rollout.max_steps", "rollout.top_k", "env",
     }  # fmt: skip
     nowhere, _ = eval_run_of(str(model), "arithmetic", "test", 3, {}, "nowhere")

@@ -126,7 +126,7 @@ def prepare(
         if folder is not None:
             check_code(config.model, folder)
     with check("chat template"):
-        config = _settle_turns(config, folder, bool(asked.tools))
+        config = _settle_turns(config, folder)
         _check_weights(asked.engine, config, ref, kind == "train" or trained)
         if kind == "train" and folder is not None:
             system, later = _system_messages(asked.env, loaded.tasks)
@@ -155,10 +155,10 @@ def prepare(
     return PreparedRun(submission, experiment, loaded.skipped, remarks)
 
 
-def _settle_turns(config: RunConfig, folder: Path | None, offers_tools: bool) -> RunConfig:
+def _settle_turns(config: RunConfig, folder: Path | None) -> RunConfig:
     """The config with its template, its tool format and its last turn chosen."""
     config = config.model_copy(update={"model": settle_chat(config.model, folder)})
-    return settle_last_turn(config, folder) if offers_tools and config.agent is None else config
+    return settle_last_turn(config, folder) if config.agent is None else config
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
