@@ -358,6 +358,27 @@ def _describe_calls(model: Any) -> str:
     return f"{named}, strict" if model.strict_calls else named
 
 
+def _describe_time(submission: Any) -> dict[str, str]:
+    """The time to expect, if a stored run's iterations did the same work; a search and stored groups have none."""
+    from statistics import median
+
+    from agentrl.workflow.store.reads.run_rows import find_similar_iterations
+
+    db = existing_database()
+    if db is None or submission.kind != "train" or not submission.episodes:
+        return {}
+    found = find_similar_iterations(db, submission.policy.base, submission.config)
+    if found is None:
+        return {}
+    run, each = found[0], median(found[1])
+    return {"time": f"about {_hours(each * submission.iterations)}: {each:.1f} s an iteration, as in {run}, and evaluations"}
+
+
+def _hours(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 def _show_plan(prepared: Any, as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
@@ -383,6 +404,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "episodes": planned or ("as many as the search takes" if submission.kind == "search" else "stored"),
         **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
         "output_dir": submission.output_dir,
+        **_describe_time(submission),
     }
     if as_json:
         show_json(plan | {"config": submission.config})

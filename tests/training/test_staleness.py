@@ -1,5 +1,6 @@
 """Rollouts that go on during updates: which policy samples what, what waits for which, and what outlives a killed trainer."""
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -286,6 +287,19 @@ def test_the_counts_of_all_open_iterations_are_shown_together(database: Database
     assert iteration_numbers({**now, "through": 1}) == "iteration 1"
     planning.stop(database, "first", "cancelled")
     assert run_rows.count_progress(database, "first") == {}
+
+
+def test_find_similar_iterations_finds_a_run_of_the_same_model_and_work_alone(database: Database) -> None:
+    commit(database, rolled_out_twice(database, epochs=2))
+    with database.read() as tx:
+        model, stored = tx.execute(text("SELECT base, config FROM runs WHERE name = 'first'")).one()
+    config = json.loads(stored) if isinstance(stored, str) else stored
+    found = run_rows.find_similar_iterations(database, model, config | {"seed": 9, "iterations": 400})
+    assert found is not None
+    assert (found[0], len(found[1]), min(found[1]) >= 0) == ("first", 1, True)
+    other = config | {"rollout": config["rollout"] | {"group_size": 3}}
+    assert run_rows.find_similar_iterations(database, model, other) is None
+    assert run_rows.find_similar_iterations(database, "another", config) is None
 
 
 def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:

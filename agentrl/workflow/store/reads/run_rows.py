@@ -1,5 +1,6 @@
 """Runs: pages of them, one by its name or number, and its progress."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -140,6 +141,42 @@ def run_name(tx: Any, run_id: int) -> str:
 def run_by_id(tx: Any, run_id: int) -> RunRow:
     """The run of that number, which there is."""
     return select_values(tx, RunRow, "WHERE id = :id", id=run_id)[0]
+
+
+SAME_WORK = (
+    *("env", "agent", "tools", "dataset.name", "model.lora_r", "model.load_in_4bit", "model.load_in_8bit", "model.numerics"),
+    *("rollout.engine", "rollout.group_size", "rollout.tasks_per_iteration", "rollout.max_new_tokens", "rollout.max_steps"),
+    *("update.epochs", "update.trainer"),
+)
+"""Config keys that decide how long an iteration takes, beside the model."""
+
+
+@sql_read_transaction
+def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
+    """The newest of the last 50 training runs whose iterations do the same work, and the seconds of its last 20 of them.
+
+    Args:
+        model: where the base is.
+        config: a run's whole config, as it is stored.
+    """
+    runs = select_rows(
+        tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
+    )
+    for run in runs:
+        stored = json.loads(run["config"]) if isinstance(run["config"], str) else run["config"]
+        if all(_at(stored, key) == _at(config, key) for key in SAME_WORK):
+            query = "SELECT seconds FROM v_iterations WHERE run = :run AND status = 'done' ORDER BY iteration DESC LIMIT 20"
+            seconds = [float(row["seconds"]) for row in select_rows(tx, query, run=run["name"]) if row["seconds"] is not None]
+            if seconds:
+                return str(run["name"]), seconds
+    return None
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where a section is missing."""
+    section, _, leaf = key.rpartition(".")
+    found = config.get(section) if section else config
+    return found.get(leaf) if isinstance(found, Mapping) else None
 
 
 @sql_read_transaction
