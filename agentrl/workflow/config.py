@@ -262,7 +262,12 @@ class UpdateConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step [all]")
     gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per step, at least")
-    microbatch_tokens: int = Field(1536, ge=1, le=MOST, description="Tokens in one forward/backward, padding included, at most")
+    microbatch_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MOST,
+        description="Tokens in one forward/backward, padding included [what a GPU holds, else 1536]",
+    )
     gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
     max_sampler_difference: float | None = Field(
         None, gt=0, description="Do not train on episodes whose sampler's logprobs are on average this far from the trainer's"

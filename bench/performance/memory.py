@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from agentrl.workflow.models.memory_estimate import FLOAT, Parts, Shape, always, while_sampling, while_updating
+from agentrl.workflow.models.memory_estimate import (
+    FLOAT,
+    MICROBATCH_TOKENS,
+    Parts,
+    Shape,
+    always,
+    while_sampling,
+    while_updating,
+)
 from agentrl.workflow.training.batch import microbatches, rows_of, size
 from bench.performance import memory_ours
 from bench.performance.cases import Cases
@@ -54,7 +62,7 @@ def microbatch(options: Mapping[str, Any]) -> int:
     groups = memory_ours.groups_of([(range(SAMPLED_TOKENS), range(SAMPLED_TOKENS))] * ROWS)
     rows = rows_of([episode for group in groups for episode in group.episodes])
     share = not config.gradient_checkpointing
-    return max(size(piece, share) for piece in microbatches(rows, config.microbatch_tokens, share=share))
+    return max(size(piece, share) for piece in microbatches(rows, config.microbatch_tokens or MICROBATCH_TOKENS, share=share))
 
 
 def parts(shape: Shape, stage: str, options: Mapping[str, Any]) -> Parts:

@@ -15,8 +15,18 @@ from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.models.headers import read_model_files
 from agentrl.workflow.models.loading import DTYPES
 from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
-from agentrl.workflow.models.memory_estimate import FLOAT, Shape, always, estimate_memory
+from agentrl.workflow.models.memory_estimate import (
+    FLOAT,
+    FREE_SHARE,
+    MICROBATCH_TOKENS,
+    Shape,
+    always,
+    estimate_memory,
+    microbatch_that_fits,
+    while_updating,
+)
 from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.row_scorer import RowScorer
 from tests.support.small_models import tiny_random
 
 
@@ -107,3 +117,34 @@ def test_estimate_is_none_for_a_config_that_does_not_say_how_it_is_built(tmp_pat
     for key, value in {**wrong, "intermediate_size": -(10**9)}.items():
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         assert estimate_memory(build({}), read_model_files(folder), 8, 128, on_gpu=True) is None
+
+
+def test_a_microbatch_takes_its_share_of_the_free_memory_and_64_tokens_more_would_not_fit(tmp_path: Path) -> None:
+    files = read_model_files(tiny_random(tmp_path, layers=4, width=128))
+    shape = Shape(files.config, files.shapes, 8, 2)
+    for again in (False, True):
+        for free in (2**27, 2**28):
+            tokens = microbatch_that_fits(shape, free, again)
+            taken, with_more = (sum(while_updating(shape, number, again).values()) for number in (tokens, tokens + 64))
+            assert 256 <= tokens < 16_384
+            assert taken <= FREE_SHARE * free < with_more
+    assert microbatch_that_fits(shape, 0, checkpointing=False) == 256
+    assert microbatch_that_fits(shape, 2**50, checkpointing=False) == 16_384
+    assert microbatch_that_fits(Shape({}, files.shapes, 8, 2), 2**30, checkpointing=False) == MICROBATCH_TOKENS
+
+
+def test_a_gpus_free_memory_decides_the_microbatch_unless_the_config_does_or_numbers_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy.load(ModelConfig(lora_r=4), str(tiny_random(tmp_path, layers=4, width=128)), "cpu")
+
+    def tokens(**values: object) -> int:
+        return RowScorer(policy, build(values)).oom_backoff.tokens
+
+    assert tokens() == MICROBATCH_TOKENS
+    policy.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**27, 2**32))
+    assert 256 < tokens() < MICROBATCH_TOKENS
+    assert tokens(**{"update.microbatch_tokens": 99}) == 99
+    assert tokens(**{"model.numerics": "exact"}) == MICROBATCH_TOKENS

@@ -23,6 +23,14 @@ COPY_LIMIT = 250_000_000
 """Below this many parameters the sampler of a fully trained model has its weights twice: as modules, and packed for its forward
 pass. Beside the trained copy, its gradient and two moments, that is a sixth copy."""
 
+MICROBATCH_TOKENS = 1536
+"""Tokens of a microbatch where neither the config nor a GPU's memory decides."""
+FREE_SHARE = 0.8
+"""The share of a GPU's free memory that a microbatch may take; the estimate leaves out what lies free between its parts."""
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError)
+"""What a config that is not of a real model raises."""
+
 MAX_BYTES = 2**60
 """No estimate is larger."""
 
@@ -220,26 +228,45 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
         slots: the most rows that are sampled at once.
         on_gpu: whether the workers compute on a GPU.
     """
-    model, rollout, update = config.model, config.rollout, config.update
-    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
-    text = files.config.get("text_config", files.config)
-    shape = Shape(text, files.shapes, rank, _element(config, rank, on_gpu), bits, tuple(model.lora_targets))
+    rollout, update = config.rollout, config.update
+    shape = shape_of(config, files, rank, on_gpu)
     rows = min(slots, rollout.group_size * rollout.tasks_per_iteration)
     try:
-        window = int(text.get("max_position_embeddings") or 2**31)
+        window = int(shape.config.get("max_position_embeddings") or 2**31)
         tokens = min(window, rollout.max_steps * rollout.max_new_tokens)
         stages = [
             always(shape),
             while_sampling(shape, rows, tokens),
-            while_updating(shape, update.microbatch_tokens, update.gradient_checkpointing),
+            while_updating(shape, update.microbatch_tokens or MICROBATCH_TOKENS, update.gradient_checkpointing),
         ]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError):
+    except MALFORMED:
         return None
     reference = FLOAT * shape.all if config.algorithm.kl_coef and not rank else 0
     model_bytes, sampling, updating = (sum(parts.values()) for parts in stages)
     if not all(0 <= size < MAX_BYTES for size in (model_bytes, sampling, updating)):  # the config is not of a real model
         return None
     return MemoryEstimate(model_bytes + reference, sampling, updating, rows, tokens)
+
+
+def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> Shape:
+    """Return what decides how much memory a run takes; arguments as of `estimate_memory`."""
+    model = config.model
+    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
+    text = files.config.get("text_config", files.config)
+    return Shape(text, files.shapes, rank, _element(config, rank, on_gpu), bits, tuple(model.lora_targets))
+
+
+def microbatch_that_fits(shape: Shape, free: int, checkpointing: bool) -> int:
+    """Return the tokens of the largest microbatch whose update takes at most `FREE_SHARE` of the `free` bytes.
+
+    It is a multiple of 64 from 256 to 16,384; of a model whose config does not say how it is built, `MICROBATCH_TOKENS`.
+    """
+    try:
+        fixed, with_one = (sum(while_updating(shape, tokens, checkpointing).values()) for tokens in (0, 1))
+        fit = int(FREE_SHARE * free - fixed) // (with_one - fixed)
+    except MALFORMED:
+        return MICROBATCH_TOKENS
+    return min(max(fit // 64 * 64, 256), 16_384)
 
 
 def _element(config: RunConfig, rank: int, on_gpu: bool) -> int:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow.config import RunConfig
+from agentrl.workflow.models.headers import read_model_files
 from agentrl.workflow.models.logprobs import Scores, shares_prefixes, token_scores
+from agentrl.workflow.models.memory import free_cached_blocks
+from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS, microbatch_that_fits, shape_of
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.batch import Microbatch, Row, collate, microbatches, size
 from agentrl.workflow.training.losses import k3
@@ -19,6 +22,19 @@ from agentrl.workflow.training.token_layout import TokenLayout
 from agentrl.workflow.training.update_cost import UpdateCost
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
+
+
+def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
+    """Tokens of a microbatch: what the config says, else what fits into a GPU's free memory.
+
+    The gradient does not depend on it but by rounding, and under `numerics: exact` not on the device either.
+    """
+    if config.update.microbatch_tokens is not None or policy.device.type != "cuda" or config.model.numerics == "exact":
+        return config.update.microbatch_tokens or MICROBATCH_TOKENS
+    free_cached_blocks(policy.device)
+    free, _ = torch.cuda.mem_get_info(policy.device)
+    shape = shape_of(config, read_model_files(policy.folder), policy.rank, on_gpu=True)
+    return microbatch_that_fits(shape, free, config.update.gradient_checkpointing)
 
 
 class RowScorer:
@@ -31,7 +47,7 @@ class RowScorer:
         with policy.training() as model:
             self.cost = UpdateCost(model, policy.device)
         self.oom_backoff = OomBackoff(
-            config.update.microbatch_tokens,
+            _microbatch_tokens(policy, config),
             partial(microbatches, at_least=config.update.gradient_accumulation_steps, share=self._share),
             partial(size, share=self._share),
             "row",

@@ -30,6 +30,7 @@ from agentrl.workflow.errors import ConfigError, InfraError
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.logprobs import causal_model, checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
+from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training.advantages import Credit
@@ -131,7 +132,8 @@ class TrlTrainer(Trainer):
         from trl import GRPOConfig
 
         size, on_cpu = self._config.rollout.group_size, self._policy.device.type == "cpu"
-        at_once = rows_at_once(rows, self._config.update.microbatch_tokens, self._config.update.gradient_accumulation_steps)
+        tokens = self._config.update.microbatch_tokens or MICROBATCH_TOKENS
+        at_once = rows_at_once(rows, tokens, self._config.update.gradient_accumulation_steps)
         arguments = GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=at_once,
