@@ -1,7 +1,7 @@
 """Facts about torch and models as JSON, found in a process of its own so that commands import neither torch nor transformers.
 
-`python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `optimizer NAME DEVICE`;
-see `cli.probe_process`.
+`python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `sampler FOLDER|NAME CONFIG DEVICE`,
+`optimizer NAME DEVICE`; see `cli.probe_process`.
 """
 
 import gc
@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from agentrl.workflow.runtime.gc_pause import pause_gc
@@ -75,7 +76,7 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """Why the model cannot be loaded with the config (JSON); empty if it can, or if it is a hub model that is not here."""
+    """What a plan says of the model with the config (JSON), or why it cannot be loaded; empty for a hub model not here."""
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.loading import check
@@ -83,11 +84,25 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 
     try:
         folder = local_folder(path)
-        if folder is not None:
-            check(ModelConfig.model_validate_json(config), folder)
+        return {} if folder is None else asdict(check(ModelConfig.model_validate_json(config), folder))
     except AgentRLError as error:
         return {"error": error.message, "hint": error.hint}
-    return {}
+
+
+def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
+    """Load the model and sample one token: how the sampler runs it, or why it cannot."""
+    from agentrl.workflow.config import ModelConfig
+    from agentrl.workflow.errors import AgentRLError
+    from agentrl.workflow.inference.model_rows import open_rows, sample_one
+    from agentrl.workflow.models.policy import Policy
+
+    try:
+        policy = Policy.load(ModelConfig.model_validate_json(config), path, device)
+        rows = open_rows(policy)
+        sample_one(rows, policy)
+    except AgentRLError as error:
+        return {"error": error.message, "hint": error.hint}
+    return {"sampler": rows.name}
 
 
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
@@ -107,6 +122,7 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
     "torch": torch_facts,
     "template": template_facts,
     "model": model_facts,
+    "sampler": sampler_facts,
     "optimizer": optimizer_facts,
 }
 

@@ -10,30 +10,48 @@ from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.settings import settings
 
 PROBE_SECONDS = 120
+SAMPLER_SECONDS = 1800
+"""The longest load of a model with the first token."""
 
 
-def probe_facts(*arguments: str) -> dict[str, Any]:
+def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]:
     """The facts of a query to `cli.probe`, or an `error`."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"did not answer within {PROBE_SECONDS} s"}
+        return {"error": f"did not answer within {seconds} s"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["died without a word"])[-1]}
     facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return facts
 
 
-def check_model(config: ModelConfig, base: str) -> None:
+def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
     """Checks that a worker can load the model's files; a hub model is checked only if it is here.
+
+    Returns:
+        What a plan says of it (`models.loading.ModelFacts`), or nothing of a hub model that is not here.
 
     Raises:
         ModelError: the files are not a model, or do not fit the config.
     """
-    facts = probe_facts("model", base, config.model_dump_json())
+    return _checked(probe_facts("model", base, config.model_dump_json()))
+
+
+def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
+    """Loads the model and samples one token with the built-in sampler; returns how the sampler runs it.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
+
+
+def _checked(facts: dict[str, Any]) -> dict[str, Any]:
     if "error" in facts:
         raise ModelError(facts["error"], facts.get("hint", ""))
+    return facts
 
 
 def check_optimizer(name: str) -> None:

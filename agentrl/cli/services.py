@@ -4,8 +4,8 @@ worker. An embedded stack that lacks something is restarted if no other run is u
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.output import say
 from agentrl.cli.probe_process import check_model, check_optimizer
@@ -121,7 +121,7 @@ def _start_embedded(asked: "Requirements", separate: bool) -> bool:
 
     config = asked.experiment.config
     with ThreadPoolExecutor(2) as beside:
-        looking = [beside.submit(check_model, config.model, asked.base)]
+        looking: list[Future[Any]] = [beside.submit(check_model, config.model, asked.base)]
         looking.append(beside.submit(check_optimizer, config.update.optimizer))
         started = embedded.ensure_running(settings(), separate=separate)
         for look in looking:

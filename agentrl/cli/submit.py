@@ -13,7 +13,7 @@ import typer
 
 from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.output import Json, say, show, show_json, show_lines, show_table
-from agentrl.cli.probe_process import check_model, check_optimizer
+from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
 from agentrl.cli.targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
@@ -161,6 +161,9 @@ def submit(
         typer.Option("--wait/--detach", help="Follow the run to its end / submit it even without workers.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="With --dry-run: load the model, and sample one token with the built-in sampler.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start a training run; prints its name."""
@@ -175,6 +178,8 @@ def submit(
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and config is None and origins["dataset.name"] == "default":
         raise ConfigError("Nothing to train on was named.", EXAMPLES)
+    if probe and not dry_run:
+        raise ConfigError("--probe goes with --dry-run.", "Add --dry-run.")
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
     prepared = (
@@ -186,12 +191,15 @@ def submit(
         say(remark)
     if dry_run:
         with _timed("model files"):
-            check_model(prepared.config.model, prepared.submission.policy.base)
+            facts = check_model(prepared.config.model, prepared.submission.policy.base)
+        if probe and prepared.experiment.engine.local:
+            with _timed("one token"):
+                facts |= probe_sampler(prepared.config.model, prepared.submission.policy.base)
         with _timed("optimizer"):
             check_optimizer(prepared.config.update.optimizer)
         with _timed("workers"):
             check_separate(prepared.config.rollout.max_staleness > 0)
-        _show_plan(prepared, as_json)
+        _show_plan(prepared, facts, as_json)
         return
     send_run(prepared, wait, as_json)
 
@@ -379,7 +387,15 @@ def _hours(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def _show_plan(prepared: Any, as_json: bool) -> None:
+def _describe_model(facts: dict[str, Any], sampled_here: bool) -> dict[str, str]:
+    """How the built-in sampler runs the model, the layers that LoRA trains, and what does not train."""
+    plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
+    if layers := facts.get("lora_layers"):
+        plan["lora_layers"] = ", ".join(f"{name} x {count}" for name, count in layers.items())
+    return plan | ({"not trained": " ".join(facts["remarks"])} if facts.get("remarks") else {})
+
+
+def _show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
     planned = submission.episodes
@@ -389,6 +405,7 @@ def _show_plan(prepared: Any, as_json: bool) -> None:
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
         "model": submission.policy.base,
         **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
+        **_describe_model(facts, prepared.experiment.engine.local),
         "env": config.env,
         **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
         "tool_format": _describe_calls(config.model),

@@ -23,8 +23,10 @@ from agentrl.workflow.resources import read_resources
 MOST = 2**31 - 1
 """The largest count; rows, arrays and servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+ALL_LINEAR = "all-linear"
+"""The default layers of LoRA: every linear layer of the decoder, without head, routers and convolutions."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The default layers of LoRA: all linear projections."""
+"""The default of runs of format 4 and older: of these, the layers that the model has."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -92,7 +94,12 @@ class ModelConfig(Section):
     )
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
-    lora_targets: Texts = Field(PROJECTIONS, min_length=1, max_length=64, description="Linear layers that LoRA trains, by name")
+    lora_targets: Texts = Field(
+        (ALL_LINEAR,),
+        min_length=1,
+        max_length=64,
+        description="Linear layers that LoRA trains, by name; all-linear: those of the decoder without head and routers",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: LoRA on a GPU in half precision, else float32"
     )

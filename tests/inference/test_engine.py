@@ -340,7 +340,7 @@ def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkey
     engine = RollingEngine(exact, slots=2)
     assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
     assert freed.wait(60)
-    assert engine._batch._slots.tokens == 0
+    assert engine._batch._rows.tokens == 0
     engine.close()
 
 

@@ -17,13 +17,12 @@ from transformers import (
 )
 
 from agentrl.workflow.config import ModelConfig
-from agentrl.workflow.inference.kv_cache import SlotCache
 from agentrl.workflow.models.fast_forward import Pass, is_supported, scaled_attention, transformers_pass, wants_copies
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.models.tiny import save_tiny
 from tests.support.numerics import DEVICE
 from tests.support.sampler_roads import road as road
-from tests.support.small_models import quantised, tokenizer
+from tests.support.small_models import plain_slots, quantised, tokenizer
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -74,7 +73,7 @@ def policy_of(folder: Path, config: PreTrainedConfig, **options: Any) -> Policy:
 def said(forward: Pass, device: torch.device) -> list[torch.Tensor]:
     """What it says after prompts, after a token of each row at one length and at unequal ones, and after several at once."""
     draw = torch.Generator().manual_seed(1)
-    slots = SlotCache(2)
+    slots = plain_slots(2)
     slots.prefill(0, ROWS, PROMPT)
 
     def read(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +171,7 @@ def test_only_a_gpu_that_has_no_kernel_for_shared_keys_gets_copies_of_them() -> 
 def test_a_step_is_one_graph_for_all_positions_that_fit_into_its_shapes(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0, numerics="exact")
     with policy.decoding() as forward:
-        slots = SlotCache(2)
+        slots = plain_slots(2)
         slots.prefill(0, ROWS, PROMPT)
         graphs = []
 

@@ -13,7 +13,6 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.inference.kv_cache import SlotCache
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.packed_weights import Product, can_pack, pack_weight, why_not_packed
@@ -21,7 +20,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.numerics import DEVICE
 from tests.support.sampler_roads import road as road
-from tests.support.small_models import tiny_random
+from tests.support.small_models import plain_slots, tiny_random
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float64, 1e-12)])
@@ -165,7 +164,7 @@ def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> No
         sha256 = sealed_folder.write(folder, lambda beside: policy.save_weights(beside / sealed_folder.WEIGHTS))
         policy.publish(PolicyRef(str(policy.folder), policy.base_hash, str(folder), sha256, version))
         with torch.no_grad(), policy.decoding() as forward:
-            slots = SlotCache(2)
+            slots = plain_slots(2)
             slots.prefill(0, 1, 3)
             said = forward(ids, torch.arange(3)[None], None, slots)
         with torch.no_grad(), policy.training() as trained:

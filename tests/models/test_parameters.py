@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.models.loading import lora_config
+from agentrl.workflow.models.loading import find_lora_layers, lora_config
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.parameters import count_in_files, count_parameters
 from agentrl.workflow.models.policy import Policy
@@ -32,7 +32,8 @@ def llama(folder: Path, tied: bool) -> Path:
 
 
 def by_peft(config: ModelConfig, folder: Path, rank: int) -> tuple[int, int]:
-    made = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora_config(config, rank))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    made = get_peft_model(base, lora_config(config, rank, find_lora_layers(config, base)))
     trainable, whole = made.get_nb_trainable_parameters()
     return trainable, whole
 

@@ -18,7 +18,7 @@ from agentrl.workflow.checkpoints.sealed_folder import WEIGHTS, sha256_file
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
-from agentrl.workflow.models.loading import lora_config
+from agentrl.workflow.models.loading import find_lora_layers, lora_config
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.lookup import base_hash, model_folder, resolve_model, sft_model_name
 from agentrl.workflow.models.policy import Policy
@@ -92,7 +92,8 @@ def policy(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 def test_lora_trains_the_shape_true_share_of_a_qwen2_half_billion() -> None:
     with torch.device("meta"):
-        model = get_peft_model(Qwen2ForCausalLM(HALF_BILLION), lora_config(config(lora_dropout=0.05), 8))
+        base, asked = Qwen2ForCausalLM(HALF_BILLION), config(lora_dropout=0.05)
+        model = get_peft_model(base, lora_config(asked, 8, find_lora_layers(asked, base)))
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     assert sum(size for size, trains in sizes if trains) == 4_399_104
     assert sum(size for size, _ in sizes) == 498_431_872
@@ -285,7 +286,7 @@ def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyP
     [
         ({"num_attention_heads": 5}, "have other shapes than its config.json says"),
         ({"model_type": "nosuch", "architectures": ["NoSuch"]}, "does not recognize this architecture"),
-        ({"model_type": "t5"}, "Unrecognized configuration class"),
+        ({"model_type": "t5"}, "no causal language model that transformers runs: it cannot be sampled or trained here"),
         ({"hidden_size": "wide"}, "expected int, got str"),
         ({"hidden_act": "nosuch"}, "it names an unknown 'nosuch'"),
     ],

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.inference.kv_cache import SlotCache
+from agentrl.workflow.models.cache_layout import CacheLayout
 from agentrl.workflow.models.tiny import save_tiny, tiny_model, tiny_tokenizer
 from agentrl.workflow.training.offline_training import Recipe
 from agentrl.workflow.training.supervised import demonstrations, sft, texts_of
@@ -43,6 +45,11 @@ def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -
     """A random Qwen2 of about 40,000 parameters with the tiny tokenizer, saved in `folder`."""
     save_tiny(folder, tiny_model(len(tokenizer()), seed, layers, width), tokenizer())
     return folder
+
+
+def plain_slots(layers: int) -> SlotCache:
+    """Slots for layers that attend to all earlier tokens."""
+    return SlotCache(CacheLayout(("keys",) * layers, (1,) * layers, None, frozenset()))
 
 
 def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:

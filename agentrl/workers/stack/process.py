@@ -1,5 +1,6 @@
 """State of which every worker process has one: its name, its database, its heartbeat, the request to stop."""
 
+import json
 import os
 import socket
 import threading
@@ -55,7 +56,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     Raises:
         ModelError: it is another base.
     """
-    _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()))
+    _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()), json.dumps(policy.trained_part))
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
@@ -84,9 +85,9 @@ def no_overlap_error(hint: str) -> ConfigError:
 
 
 @cache
-def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...]) -> None:
+def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...], trained: str) -> None:
     # Cached per run and base: the record never changes, and each check takes the database's write lock.
-    train_commits.confirm_base(database(), run, base_hash, dict(hashes))
+    train_commits.confirm_base(database(), run, base_hash, dict(hashes), json.loads(trained))
 
 
 def write_when_possible(write: Callable[[], object]) -> None:

@@ -34,7 +34,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
 from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
@@ -52,6 +51,7 @@ from agentrl.workflow.inference.sampling import (
     scale_logits,
     uniforms,
 )
+from agentrl.workflow.models.logprobs import kept_logits
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import Schema
@@ -236,8 +236,7 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
         if step in steps:
             places += range(len(ids), len(ids) + len(step.sampled_ids))
         ids += step.sampled_ids
-    with policy.sampling() as model:
-        words = int(cast(PreTrainedConfig, model.config).vocab_size)
+    words = policy.vocabulary
     if not 0 <= min(ids) <= max(ids) < words:
         raise ModelError(f"The record holds a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
     return ids, places
@@ -261,12 +260,8 @@ def _values(
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
     """Logits (N, V) from which the tokens at the N places were drawn."""
-    logits: Tensor = model(
-        input_ids=torch.tensor([ids[:-1]], device=device),
-        use_cache=False,
-        logits_to_keep=torch.tensor(places, device=device) - 1,
-    ).logits
-    return logits[0]
+    before = torch.tensor(places, device=device) - 1
+    return kept_logits(model, before, input_ids=torch.tensor([ids[:-1]], device=device), use_cache=False)[0]
 
 
 def _chunks(

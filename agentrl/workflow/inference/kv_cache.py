@@ -1,34 +1,40 @@
-"""The sampler's KV cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
+"""The sampler's cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
 
 Live rows occupy the slots 0..n-1 without a gap, so that a decoding step reads a plain slice and copies nothing; when a row
-ends, the last one moves into its slot. The keys and values of an ended turn can be taken out and put back when the episode goes
+ends, the last one moves into its slot. What the slot of an ended turn holds can be taken out and put back when the episode goes
 on. Memory grows by copying, when rows or tokens need more.
+
+A layer keeps keys and values of all tokens, or states of a fixed size (of convolutions and linear attention), or both. States
+are those after the last token that the row has read: they can be continued, never cropped.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from agentrl.workflow.models.cache_layout import CacheLayout, EmptyLayer
 from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """Keys and values taken out of a slot: per layer two tensors (heads, tokens, head_dim)."""
+    """What was taken out of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[tuple[Tensor, ...], ...]
     length: int
 
 
 class SlotCache(Cache):
-    """Keys and values of all layers. Call `prefill` or `extend` before each call of the model."""
+    """The slots of all layers. Call `prefill` or `extend` before each call of the model."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[SlotCacheLayer() for _ in range(layers)])
+    def __init__(self, layout: CacheLayout) -> None:
+        super().__init__(layers=[_make_layer(*each) for each in zip(layout.layers, layout.states, strict=True)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
         """Lets the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
@@ -42,17 +48,17 @@ class SlotCache(Cache):
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one slot into another."""
+        """Copies the first `length` tokens of one slot into another; states must be those after so many tokens."""
         for layer in self._slot_layers():
             layer.copy(source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zeroes a slot's keys and values."""
+        """Zeroes a slot."""
         for layer in self._slot_layers():
             layer.wipe(slot)
 
     def take(self, slot: int, length: int) -> SlotStates:
-        """A copy of a slot's first `length` tokens."""
+        """A copy of a slot's first `length` tokens; states must be those after so many tokens."""
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
     def put(self, kept: SlotStates, slot: int) -> None:
@@ -62,19 +68,19 @@ class SlotCache(Cache):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the memory holds."""
-        return self._slot_layers()[0].tokens
+        """The number of tokens whose keys and values the memory can hold."""
+        return max((layer.tokens for layer in self.layers if isinstance(layer, KeySlots)), default=0)
 
     def clear(self) -> None:
         """Frees the memory."""
         for layer in self._slot_layers():
             layer.reset()
 
-    def _slot_layers(self) -> list["SlotCacheLayer"]:
-        return [layer for layer in self.layers if isinstance(layer, SlotCacheLayer)]
+    def _slot_layers(self) -> Iterator[Any]:
+        return (layer for layer in self.layers if isinstance(layer, KeySlots | StateSlots))
 
 
-class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values, each (slots, heads, length, head_dim)."""
 
     def __init__(self) -> None:
@@ -117,21 +123,22 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def wipe(self, slot: int) -> None:
         """Zeroes one slot's keys and values: a masked NaN would still spoil the slot's next row."""
-        assert self._store is not None
-        for store in self._store:
-            store[slot] = 0
+        if self._store is not None and slot < len(self._store[0]):
+            for store in self._store:
+                store[slot] = 0
 
-    def take(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
         """A copy of one slot's first tokens, each (heads, length, head_dim)."""
         assert self._store is not None
         keys, values = self._store
         return keys[slot, :, :length].clone(), values[slot, :, :length].clone()
 
-    def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
+    def put(self, slot: int, *states: Tensor) -> None:
         """Writes keys and values (heads, T, head_dim) into a slot, from position 0."""
+        keys, values = states
         stores = self._reserve(keys[None], values[None], slot + 1, keys.shape[1])
-        for store, states in zip(stores, (keys, values), strict=True):
-            store[slot, :, : keys.shape[1]] = states
+        for store, written in zip(stores, states, strict=True):
+            store[slot, :, : keys.shape[1]] = written
 
     def get_seq_length(self) -> int:
         """The number of tokens before this call, as the causal mask counts them."""
@@ -153,6 +160,146 @@ class SlotCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._store = (_empty_store(keys), _empty_store(values))
         self._store = _grow(self._store, slots, length)
         return self._store
+
+
+class StateSlots(LinearAttentionCacheLayerMixin):
+    """One layer's states of convolutions and of linear attention, each (slots, ...).
+
+    A slot of zeros is a row that has read nothing. The model reads and writes the views of the placed slots.
+    """
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything and frees the memory."""
+        self._states: dict[tuple[str, int], Tensor] = {}
+        self.place(slice(0, 0), None, 0)
+
+    def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
+        """Sets the slots of the next call: new rows (`tokens` is None), or rows that go on."""
+        self._rows = slots
+        for number in range(self.number_of_states):
+            self.has_previous_state[number] = tokens is not None and bool(self._states)
+        self._show()
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Store the last inputs (B, channels, kernel) of a convolution; return those that these tokens' outputs read."""
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        if self.has_previous_state[state_idx]:
+            conv_states = torch.cat([self._states["conv", state_idx][self._rows], conv_states], dim=-1)
+        else:
+            conv_states = functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._write("conv", state_idx, conv_states[..., -width:])
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the states (B, ...) after these tokens."""
+        self._write("recurrent", state_idx, recurrent_states)
+        return recurrent_states
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies one slot's states into another."""
+        self._grow(max(source, target) + 1)
+        for store in self._states.values():
+            store[target] = store[source]
+
+    def wipe(self, slot: int) -> None:
+        """Zeroes one slot's states."""
+        for store in self._states.values():
+            if slot < len(store):
+                store[slot] = 0
+
+    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
+        """A copy of one slot's states."""
+        return tuple(store[slot].clone() for store in self._states.values())
+
+    def put(self, slot: int, *states: Tensor) -> None:
+        """Writes states into a slot."""
+        self._grow(slot + 1)
+        for store, written in zip(self._states.values(), states, strict=True):
+            store[slot] = written
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the first update makes the memory."""
+
+    def _write(self, name: str, number: int, states: Tensor) -> None:
+        if (name, number) not in self._states:
+            self._states[name, number] = states.new_zeros((0, *states.shape[1:]))
+        self._grow(self._rows.stop)
+        self._states[name, number][self._rows] = states
+
+    def _grow(self, slots: int) -> None:
+        for key, store in self._states.items():
+            if slots > len(store):
+                larger = store.new_zeros((1 << (slots - 1).bit_length(), *store.shape[1:]))
+                larger[: len(store)] = store
+                self._states[key] = larger
+
+    def _show(self) -> None:
+        """Show the model the placed slots' states, which it may change in place."""
+        self._grow(self._rows.stop)
+        for number in range(self.number_of_states):
+            for name, shown in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
+                store = self._states.get((name, number))
+                shown[number] = None if store is None else store[self._rows]
+
+
+class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, override]
+    """A layer that has keys and values, and states too."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        KeySlots.__init__(self)
+        StateSlots.__init__(self, number_of_states)
+
+    def reset(self) -> None:
+        """Forgets everything and frees the memory."""
+        self._store = None
+        self._states = {}
+        if hasattr(self, "conv_states"):
+            self.place(slice(0, 0), None, 0)
+
+    def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
+        """Sets the slots of the next call."""
+        KeySlots.place(self, slots, tokens, length)
+        StateSlots.place(self, slots, tokens, length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies one slot into another."""
+        KeySlots.copy(self, source, target, length)
+        StateSlots.copy(self, source, target, length)
+
+    def wipe(self, slot: int) -> None:
+        """Zeroes one slot."""
+        KeySlots.wipe(self, slot)
+        StateSlots.wipe(self, slot)
+
+    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
+        """A copy of one slot's keys, values and states."""
+        return (*KeySlots.take(self, slot, length), *StateSlots.take(self, slot, length))
+
+    def put(self, slot: int, *states: Tensor) -> None:
+        """Writes keys, values and states into a slot."""
+        KeySlots.put(self, slot, *states[:2])
+        StateSlots.put(self, slot, *states[2:])
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the first update makes the memory."""
+
+
+def _make_layer(content: str, states: int) -> Any:
+    match content:
+        case "keys":
+            return KeySlots()
+        case "states":
+            return StateSlots(states)
+        case "keys and states":
+            return KeyAndStateSlots(states)
+        case _:
+            return EmptyLayer()
 
 
 def _empty_store(states: Tensor) -> Tensor:

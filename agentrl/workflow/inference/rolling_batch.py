@@ -10,24 +10,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
-from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
+from agentrl.workflow.inference.model_rows import Kept, ModelRows
 from agentrl.workflow.inference.sampling import likeliest, lowest_logit, sample, scale_logits, uniforms
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
-
-PREFILL_TOKENS = 8192
-"""The most padded prompt tokens in one call of the model, so that activations stay small beside the weights."""
 
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -79,29 +75,25 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _EndedTurn:
-    """The keys and values of an ended turn, kept for its episode's next one."""
+    """What the model keeps of an ended turn, for its episode's next one."""
 
     ids: tuple[int, ...]
-    kept: SlotStates
+    kept: Kept
 
 
 class Batch:
-    """The live turns, in slot order, and the kept keys and values of ended ones.
+    """The live turns, in the order of the model's rows, and what is kept of ended ones.
 
     Args:
         policy: the policy whose published weights sample.
-        layers: the number of attention layers of its model.
+        rows: its model with what it keeps of the live turns.
         slots: the most turns that are live at once.
     """
 
-    def __init__(self, policy: Policy, layers: int, slots: int) -> None:
+    def __init__(self, policy: Policy, rows: ModelRows, slots: int) -> None:
         self.turns: list[Turn] = []
-        with policy.sampling() as model:
-            config = cast(PreTrainedConfig, model.config)
-        # Other attention makes its masks from one mark per token, which cannot express several new tokens.
-        self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
+        self._rows = rows
         self._policy = policy
-        self._slots = SlotCache(layers)
         self._state: NDArray[np.void] = np.zeros(slots, _STATE)
         self._ids: NDArray[np.int64] = np.zeros((slots, FIRST_WIDTH), np.int64)
         self._logprobs: NDArray[np.float64] = np.zeros((slots, FIRST_WIDTH), np.float64)
@@ -119,13 +111,13 @@ class Batch:
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
-        self._read_prompts(fresh, first)
+        # All prompt tokens but the last, which the next step reads: so prefill and decoding sample in the same way.
+        self._rows.read(first, [turn.context[:-1] for turn in fresh])
         holders |= {turn.context: first + index for index, turn in enumerate(fresh)}
-        self._read_rest(back, first + len(fresh))
+        self._rows.resume(first + len(fresh), [(kept, turn.context[kept.length : -1]) for turn, kept in back])
         joined = [*fresh, *(turn for turn, _ in back), *copies]
         for slot, turn in enumerate(copies, start=len(joined) - len(copies) + first):
-            if len(turn.context) > 1:
-                self._slots.copy(holders[turn.context], slot, len(turn.context) - 1)
+            self._rows.copy(holders[turn.context], slot, len(turn.context) - 1)
         for slot, turn in enumerate(joined, start=first):
             turn.started = turn.started or started
             self._enter(slot, turn)
@@ -155,7 +147,7 @@ class Batch:
         for slot in ended:
             self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))
         for slot in reversed(ended):
-            self._free(slot)
+            self._free(slot, bool(np.isnan(logprobs[slot])))
 
     def evict(self) -> list[Turn]:
         """Takes all turns out, with their sampled tokens, and frees all memory."""
@@ -166,10 +158,15 @@ class Batch:
         self.clear()
         return turns
 
-    def keep_less(self) -> None:
-        """Frees all kept keys and values, and keeps half as many from now on."""
+    def keep_less(self, stepping: bool) -> list[Turn]:
+        """Frees what is kept, and keeps half as many tokens from now on; returns turns that are no longer live.
+
+        Args:
+            stepping: a step has failed, which may have changed rows that cannot be read again; such turns are taken out.
+        """
         self.forget()
         self._share /= 2
+        return self.evict() if stepping and not self._rows.rewinds else []
 
     def forget(self, session: int | None = None) -> None:
         """Frees the keys and values kept for a session's next turn; without one, for all sessions."""
@@ -181,18 +178,20 @@ class Batch:
     def clear(self) -> None:
         """Frees all memory, for other processes too; no turn may be live."""
         self._left.clear()
-        self._slots.clear()
+        self._rows.clear()
         free_cached_blocks(self._policy.device)
 
     # joining
 
     def _sort_joining(
         self, turns: Sequence[Turn]
-    ) -> tuple[list[Turn], list[tuple[Turn, SlotStates]], list[Turn], dict[tuple[int, ...], int]]:
-        """(turns to read, shortest first; turns with kept keys; turns whose prompt a slot holds; prompt -> that slot)."""
-        holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)}
+    ) -> tuple[list[Turn], list[tuple[Turn, Kept]], list[Turn], dict[tuple[int, ...], int]]:
+        """(turns to read, shortest first; turns to resume, fewest new tokens first; turns whose prompt a row holds; prompt ->
+        that row).
+        """
+        holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)} if self._rows.rewinds else {}
         fresh: dict[tuple[int, ...], Turn] = {}
-        back: list[tuple[Turn, SlotStates]] = []
+        back: list[tuple[Turn, Kept]] = []
         copies: list[Turn] = []
         for turn in turns:
             left = None if turn.request.session is None else self._left.pop(turn.request.session, None)
@@ -202,31 +201,8 @@ class Batch:
                 copies.append(turn)
             else:
                 fresh[turn.context] = turn
-        return sorted(fresh.values(), key=lambda turn: len(turn.context)), back, copies, holders
-
-    def _read_prompts(self, turns: Sequence[Turn], first: int) -> None:
-        """Reads all prompt tokens but the last, which the next step reads: so prefill and decoding sample in the same way."""
-        for start, count in _chunks([len(turn.context) - 1 for turn in turns]):
-            rows = [turn.context[:-1] for turn in turns[start : start + count]]
-            if rows[-1]:
-                width = len(rows[-1])
-                self._slots.prefill(first + start, count, width)
-                # Padding on the right needs no mask: tokens attend to their left only.
-                self._call(_pad(rows), torch.arange(width).expand(count, -1), None)
-
-    def _read_rest(self, back: list[tuple[Turn, SlotStates]], first: int) -> None:
-        """Puts kept keys and values back and reads the tokens since, up to the last."""
         back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
-        for slot, (_, kept) in enumerate(back, start=first):
-            self._slots.put(kept, slot)
-        for start, count in _chunks([len(turn.context) - 1 - kept.length for turn, kept in back]):
-            part = back[start : start + count]
-            rows = [turn.context[kept.length : -1] for turn, kept in part]
-            if rows[-1]:
-                past = torch.tensor([kept.length for _, kept in part])
-                positions = past[:, None] + torch.arange(len(rows[-1]))
-                positions.clamp_(max=max(len(turn.context) for turn, _ in part) - 1)  # padding may exceed the model's window
-                self._extend(first + start, _pad(rows), positions, int(positions.max()) + 1)
+        return sorted(fresh.values(), key=lambda turn: len(turn.context)), back, copies, holders
 
     def _enter(self, slot: int, turn: Turn) -> None:
         request, count = turn.request, len(turn.ids)
@@ -245,10 +221,7 @@ class Batch:
     def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[int, Likeliest]]:
         """The next token of each row and its logprob, both (n,); the likeliest tokens of the rows that tell them."""
         device = self._policy.device
-        positions = torch.from_numpy(rows["cached"].copy())[:, None]
-        newest = torch.from_numpy(rows["newest"].copy())[:, None]
-        longest = int(rows["cached"].max())
-        logits = self._extend(0, newest, positions, longest + 1, even=longest == rows["cached"].min())
+        logits = self._rows.next_logits(torch.from_numpy(rows["newest"].copy()), torch.from_numpy(rows["cached"].copy()))
         draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
         temperature = torch.from_numpy(rows["temperature"].copy()).to(device)
         ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
@@ -282,83 +255,47 @@ class Batch:
         turn = self.turns[slot]
         self._write_back(slot, turn)
         if broken:
-            self._slots.wipe(slot)
             turn.future.set_exception(nan_error())
             return
         if turn.request.follows and (stopped or turn.request.follows_length):
             self._keep(slot, turn)
         turn.finish("stop" if stopped else "length")
 
-    def _free(self, slot: int) -> None:
+    def _free(self, slot: int, broken: bool) -> None:
         last = len(self.turns) - 1
+        self._rows.drop(slot, last, int(self._state[last]["cached"]), broken)
         if slot < last:
             count = self._state[last]["count"]
-            self._slots.copy(last, slot, int(self._state[last]["cached"]))
             self._state[slot] = self._state[last]
             self._ids[slot, :count], self._logprobs[slot, :count] = self._ids[last, :count], self._logprobs[last, :count]
             self.turns[slot] = self.turns[last]
         self.turns.pop()
 
     def _keep(self, slot: int, turn: Turn) -> None:
-        """Keeps the turn's keys and values; in all as many tokens as the slots have room for, dropping the oldest first."""
-        if not self._direct or (session := turn.request.session) is None:
+        """Keeps what the model has of the turn; in all as many tokens as the rows have room for, dropping the oldest first."""
+        if not self._rows.resumes or (session := turn.request.session) is None:
             return
         length = int(self._state[slot]["cached"])
         try:
-            kept = self._slots.take(slot, length)
+            kept = self._rows.take(slot, length)
         except (RuntimeError, MemoryError) as error:
             if classify(error) != "out_of_memory":
                 raise
             self._left.clear()  # costs only time
             return
         self._left[session] = _EndedTurn(turn.context[:length], kept)
-        while sum(left.kept.length for left in self._left.values()) > self._share * self._slots.tokens:
+        while sum(left.kept.length for left in self._left.values()) > self._share * self._rows.tokens:
             self._left.popitem(last=False)
 
     def _write_back(self, slot: int, turn: Turn) -> None:
         count = self._state[slot]["count"]
         turn.ids, turn.logprobs = self._ids[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
 
-    # the model
-
-    def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids that continue the slots from `first` on; `even`: T is 1, and all rows have
-        one length.
-        """
-        positions = positions.to(self._policy.device)
-        self._slots.extend(first, positions, length)
-        if self._direct and even:
-            return self._call(ids, positions, None)
-        mask = torch.arange(length, device=positions.device) <= positions[:, :, None]  # (B, T, length)
-        return self._call(ids, positions, mask[:, None] if self._direct else mask[:, 0])
-
-    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids."""
-        device = self._policy.device
-        with self._policy.decoding() as forward:
-            return forward(ids.to(device), positions.to(device), mask, self._slots)
-
-
-def _chunks(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, count) of chunks of at most PREFILL_TOKENS padded tokens; `lengths` are ascending."""
-    chunks: list[tuple[int, int]] = []
-    for index, length in enumerate(lengths):
-        if chunks and (chunks[-1][1] + 1) * length <= PREFILL_TOKENS:
-            chunks[-1] = (chunks[-1][0], chunks[-1][1] + 1)
-        else:
-            chunks.append((index, 1))
-    return chunks
-
 
 def _top(ids: Sequence[int], logprobs: Sequence[float], drawn: NDArray[np.float64], count: int) -> Likeliest:
     token, logprob = int(drawn[0]), float(drawn[1])
     best = list(zip(ids, logprobs, strict=True))[:count]
     return tuple((id, logprob if id == token else told) for id, told in best if told > -np.inf)
-
-
-def _pad(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """Ids (B, T), padded on the right to the length of the last row, the longest."""
-    return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])
 
 
 def _widen(values: NDArray[Number]) -> NDArray[Number]:

@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from logging import getLogger
-from typing import cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
 
 from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
 from agentrl.workflow.errors import AgentRLError, ModelError
+from agentrl.workflow.inference.model_rows import open_rows
 from agentrl.workflow.inference.rolling_batch import Batch, Turn
 from agentrl.workflow.models.device_errors import as_device_lost, classify
 from agentrl.workflow.models.policy import Policy
@@ -47,19 +46,14 @@ class RollingEngine:
         slots: the most turns that are live at once; the others wait in order.
 
     Raises:
-        ModelError: not all layers of the model attend to the whole context.
+        ModelError: the model cannot be sampled here (`model_rows.open_rows`).
     """
 
     def __init__(self, policy: Policy, slots: int = 128) -> None:
         self._policy = policy
         self._slots = _SlotLimit(slots)
-        with policy.sampling() as model:
-            config = cast(PreTrainedConfig, model.config)
-        layers = DynamicCache(config=config)
-        if any(layers.is_sliding) or any(layers.is_linear):
-            raise ModelError(f"The sampler cannot run {config.model_type!r}: its layers do not all use full attention.")
-        self._vocabulary = int(config.vocab_size)
-        self._batch = Batch(policy, len(layers.layers), slots)
+        self._vocabulary = policy.vocabulary
+        self._batch = Batch(policy, open_rows(policy), slots)
         self._weights = ("", "")
         self._waiting: deque[Turn] = deque()
         self._joining: list[Turn] = []
@@ -239,7 +233,7 @@ class RollingEngine:
         """
         turns = list(joining)
         if self._batch.has_kept:
-            self._batch.keep_less()
+            turns = [*self._batch.keep_less(stepping=not joining), *turns]
         else:
             turns = [*self._batch.evict(), *turns]
             if len(turns) == 1:

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.workflow.models.loading import lora_config
 from agentrl.workflow.models.lookup import code_files
 from agentrl.workflow.models.policy import Policy
 
@@ -36,7 +35,7 @@ def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
 
 def adapter_config(policy: Policy) -> "LoraConfig":
     """PEFT's config of the policy's adapter."""
-    config = lora_config(policy.config, policy.rank)
+    config = policy.lora_config()
     config.base_model_name_or_path = str(policy.folder)
     config.inference_mode = True
     return config

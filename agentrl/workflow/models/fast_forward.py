@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from agentrl.workflow.models.logprobs import cache_parameter
+from agentrl.workflow.models.logprobs import cache_parameter, kept_logits
 from agentrl.workflow.models.packed_weights import pack_weight
 
 SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 HALVES = (torch.float16, torch.bfloat16)
 
-Pass = Callable[[Tensor, Tensor, Tensor | None, Cache], Tensor]
+Mask = Tensor | dict[str, Tensor | None] | None
+"""One mask, one for each kind of layer, or none."""
+
+Pass = Callable[[Tensor, Tensor, Mask, Cache], Tensor]
 """(ids, positions, mask, slots) -> logits, as in `Forward.__call__`."""
 
 Product = Callable[[Tensor], Tensor]
@@ -67,7 +70,7 @@ class Forward:
         self._norm = _norm(core.model.norm)
         self._head = product(core.lm_head)
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
         """Reads the keys and values of earlier tokens from the slots, and writes those of these.
 
         Args:
@@ -78,6 +81,7 @@ class Forward:
         """
         hidden = self._embed(ids)
         cos, sin = self._rotary_factors(hidden, positions)
+        assert not isinstance(mask, dict)  # all its layers are of one kind
         bias = None if mask is None else _bias(mask, hidden.dtype)
         for number, block in enumerate(self._blocks):
             hidden = hidden + block.out(self._attend(block, number, block.before(hidden), cos, sin, bias, slots))
@@ -123,17 +127,9 @@ def transformers_pass(model: Any) -> Pass:
     """The `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
     parameter = cache_parameter(model)
 
-    def run(ids: Tensor, positions: Tensor, mask: Tensor | None, slots: Cache) -> Tensor:
-        out = model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            logits_to_keep=1,
-            **{parameter: slots},
-        )
-        logits: Tensor = out.logits[:, -1]
-        return logits
+    def run(ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True, parameter: slots}
+        return kept_logits(model, 1, **inputs)[:, -1]
 
     return run
 

@@ -3,8 +3,9 @@
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,15 +14,19 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import read_object
-from agentrl.workflow.config import PROJECTIONS, ModelConfig
+from agentrl.workflow.config import ALL_LINEAR, MOST, PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import auto_dtype
+from agentrl.workflow.models.fast_forward import is_supported
 from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
+from agentrl.workflow.models.lora_targets import LoraLayers, choose_linear, count_by_name
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.tool_formats import AUTO
@@ -53,6 +58,8 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
     # Freed memory is returned at once, because each weight is read whole before it is quantised.
+    with _translate_faults(folder, "model"):
+        _refuse_other_kinds(AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code)))
     with (
         _loading_lock,
         pause_gc(),
@@ -66,7 +73,22 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
     return _disable_repacking(model) if config.load_in_4bit else model
 
 
-def check(config: ModelConfig, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a plan says of a model, from its files alone.
+
+    Args:
+        sampler: how the built-in sampler will run it.
+        lora_layers: how many layers of each name get an adapter; empty if all weights train.
+        remarks: sentences on what does not train.
+    """
+
+    sampler: str
+    lora_layers: Mapping[str, int]
+    remarks: tuple[str, ...]
+
+
+def check(config: ModelConfig, folder: Path) -> ModelFacts:
     """Checks that `load` would succeed, without reading weights: only their shapes in the files' headers.
 
     The attention implementation is left to `load`: what matters is the machine that loads the model.
@@ -77,35 +99,84 @@ def check(config: ModelConfig, folder: Path) -> None:
     """
     check_code(config, folder)
     load_chat(config, folder)
-    context_and_vocabulary(folder, config.trust_remote_code)
+    longest, _ = context_and_vocabulary(folder, config.trust_remote_code)
     shapes = read_shapes(folder)
-    with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
-        config_of = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
-        made = AutoModelForCausalLM.from_config(config_of, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
+    made = build_without_weights(config, folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
     if other:
         raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
     if not shapes.keys() & wanted.keys():
         raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
-    if lora_rank(config, folder):
-        check_targets(config, made)
+    layers = count_by_name(find_lora_layers(config, made).names) if lora_rank(config, folder) else {}
+    return ModelFacts(_describe_sampler(config, made, longest), layers, _remark_on_experts(made) if layers else ())
 
 
-def check_targets(config: ModelConfig, model: Any) -> None:
-    """Checks that the model has the layers that LoRA is to train; of the default ones, at least one.
+def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
+    """How the sampler will run the model, if the try at load confirms it."""
+    layout = read_layout(model.config, longest)
+    masked = model.config._attn_implementation == "sdpa" and config.attn_implementation in ("auto", "sdpa")
+    if layout is None or not (layout.window is None or masked):
+        return "general path: transformers' cache, rows of equal length at once; slower"
+    if masked and layout.is_plain and is_supported(model):
+        return "agentrl's own forward pass, all rows at once"
+    return "transformers' forward pass, all rows at once"
+
+
+def _remark_on_experts(model: Any) -> tuple[str, ...]:
+    fused = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
+    return ("The experts are sampled as they are: LoRA trains none of them.",) if fused else ()
+
+
+def build_without_weights(config: ModelConfig, folder: Path) -> Any:
+    """Build the model that the folder's config describes, on the device `meta`, which holds no numbers.
 
     Raises:
-        ModelError: naming the missing layers, and those that there are.
+        ModelError: the config describes no causal language model.
+    """
+    with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
+        described = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
+        _refuse_other_kinds(described)
+        return AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
+
+
+def _refuse_other_kinds(config: Any) -> None:
+    """Raises ModelError for a model that does not read tokens from left to right, as far as its config says."""
+    known = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if not known or config.is_encoder_decoder:
+        said = f"{config.model_type!r} is no causal language model that transformers runs"
+        raise ModelError(f"{said}: it cannot be sampled or trained here.", "To evaluate it, use a server: --engine openai.")
+
+
+def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
+    """Return the layers that LoRA trains.
+
+    Raises:
+        ModelError: the model lacks layers that the config names, or has no linear layer. Of the layers in an older run's
+            default, which its config names one by one, one suffices.
     """
     head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    missing = [target for target in config.lora_targets if not any(name.endswith(f".{target}") for name in linear)]
-    if not missing or (config.lora_targets == PROJECTIONS and len(missing) < len(PROJECTIONS)):
-        return
-    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:20])
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    if config.lora_targets == (ALL_LINEAR,):
+        inside = {f"{part}.{name}" if part else name for part, name in _decoder_modules(model)}
+        chosen = choose_linear([name for name in linear if name in inside], {name for name, _ in model.named_parameters()})
+        missing = [] if chosen else ["linear layers of the decoder"]
+    else:
+        ends = tuple(f".{target}" for target in config.lora_targets)
+        chosen = [name for name in linear if name.endswith(ends) or name in config.lora_targets]
+        missing = [target for target in config.lora_targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
+    if chosen and (not missing or config.lora_targets == PROJECTIONS):
+        return LoraLayers.of(chosen, (name for name, _ in model.named_modules()))
+    there = ", ".join(sorted(count_by_name(linear))[:20])
     said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
     raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
+
+
+def _decoder_modules(model: Any) -> list[tuple[str, str]]:
+    """(name of the decoder in the model, name in the decoder) of each module of the language model's decoder."""
+    decoder = model.get_decoder()
+    place = next(name for name, module in model.named_modules() if module is decoder)
+    return [(place, name) for name, _ in decoder.named_modules()]
 
 
 def _other_shapes(folder: Path, which: str = "") -> ModelError:
@@ -113,8 +184,8 @@ def _other_shapes(folder: Path, which: str = "") -> ModelError:
     return ModelError(f"{said}: {which}." if which else f"{said}.", _COPY)
 
 
-def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
-    """LoRA (Hu et al. 2021), by default on all linear projections, as in QLoRA (Dettmers et al. 2023)."""
+def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConfig":
+    """LoRA (Hu et al. 2021) on these layers, by default on all linear ones, as in QLoRA (Dettmers et al. 2023)."""
     # Imported here: with bitsandbytes it takes as long as all other imports, and full weights need neither.
     from peft import LoraConfig
 
@@ -122,7 +193,7 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
         r=rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
         lora_dropout=config.lora_dropout,
-        target_modules=list(config.lora_targets),
+        target_modules=list(layers.targets),
         task_type="CAUSAL_LM",
     )
 
@@ -130,15 +201,15 @@ def lora_config(config: ModelConfig, rank: int) -> "LoraConfig":
 def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
     """(tokens that fit into one row, number of ids in the model's last layer).
 
+    A model whose config names no limit, such as one without positions, has none.
+
     Raises:
-        ModelError: the files make no model, or its config does not say.
+        ModelError: the files make no model.
     """
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None:
-        raise ModelError(f"The model in {str(folder)!r} does not say how many tokens it can read.")
-    return int(longest), int(config.vocab_size)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return int(next((limit for limit in limits if limit), MOST)), int(config.vocab_size)
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:

@@ -5,11 +5,12 @@ such as the episodes of a group, share it: it is read once, its keys and values 
 back through them as a sum. The result is the same up to the order of sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -128,8 +129,27 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def cache_parameter(model: nn.Module) -> str:
-    """Return the name by which the model's forward pass takes keys and values; transformers 5.24 has renamed it."""
-    return "cache" if "cache" in signature(causal_model(model).forward).parameters else "past_key_values"
+    """Return the name by which the model's forward pass takes its cache; transformers 5.24 has renamed it."""
+    return next((name for name in ("cache", "cache_params") if takes_parameter(model, name)), "past_key_values")
+
+
+def takes_parameter(model: nn.Module, name: str) -> bool:
+    """Whether the language model's forward pass names such a parameter."""
+    return name in _parameters(type(causal_model(model)).forward)
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(forward).parameters)
+
+
+def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
+    """The model's own logits (B, N, V) at N places: the last `keep`, or those in a tensor."""
+    if takes_parameter(model, "logits_to_keep"):
+        logits: Tensor = model(**inputs, logits_to_keep=keep).logits
+        return logits
+    logits = model(**inputs).logits
+    return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
 
 
 def shares_prefixes(model: nn.Module) -> bool:
@@ -216,9 +236,11 @@ def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hi
     With `hidden` also the last hidden states (N, H) there, else an empty tensor (0,).
     """
     columns = chosen.any(0).nonzero()[:, 0]
-    made = causal(**_inputs(ids, mask), use_cache=False, logits_to_keep=columns, output_hidden_states=hidden)
-    logits: Tensor = made.logits[chosen[:, columns]]
-    return logits, made.hidden_states[-1][:, :-1][chosen] if hidden else logits.new_empty(0)
+    if not hidden:
+        logits = kept_logits(causal, columns, **_inputs(ids, mask), use_cache=False)[chosen[:, columns]]
+        return logits, logits.new_empty(0)
+    made = causal(**_inputs(ids, mask), use_cache=False, output_hidden_states=True)
+    return made.logits[:, :-1][chosen], made.hidden_states[-1][:, :-1][chosen]
 
 
 def _is_plain(causal: PreTrainedModel) -> bool:

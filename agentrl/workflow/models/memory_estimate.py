@@ -10,8 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from agentrl.workflow.config import PROJECTIONS, RunConfig
+from agentrl.workflow.config import ALL_LINEAR, RunConfig
 from agentrl.workflow.models.headers import ModelFiles, Shapes
+from agentrl.workflow.models.lora_targets import adapted_shapes
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -56,7 +57,7 @@ class Shape:
     rank: int
     element: int
     bits: int = 0
-    targets: tuple[str, ...] = PROJECTIONS
+    targets: tuple[str, ...] = (ALL_LINEAR,)
 
     @cached_property
     def hidden(self) -> int:
@@ -109,8 +110,7 @@ class Shape:
     @cached_property
     def adapted(self) -> list[tuple[int, ...]]:
         """Shapes of the layers that have an adapter."""
-        ends = tuple(f".{target}.weight" for target in self.targets)
-        return [shape for name, shape in self.weights.items() if name.endswith(ends) and len(shape) == 2]
+        return adapted_shapes(self.weights, self.targets, self.vocabulary)
 
     @property
     def lora(self) -> int:

@@ -10,6 +10,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.headers import ModelFiles, read_model_files
 from agentrl.workflow.models.lookup import lora_rank
+from agentrl.workflow.models.lora_targets import adapted_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +64,6 @@ def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Pa
         return None
     if not rank:
         return Parameters(whole, whole)
-    ends = tuple(f".{target}.weight" for target in targets)
-    lora = sum(rank * sum(shape) for name, shape in shapes.items() if name.endswith(ends) and len(shape) == 2)
+    vocabulary = files.config.get("text_config", files.config).get("vocab_size")
+    lora = sum(rank * sum(shape) for shape in adapted_shapes(shapes, targets, vocabulary))
     return Parameters(lora, whole + lora)

@@ -13,8 +13,9 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -27,11 +28,18 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_fi
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
+from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
+from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
+from agentrl.workflow.models.lora_targets import LoraLayers, count_by_name
 from agentrl.workflow.models.memory_estimate import COPY_LIMIT
+from agentrl.workflow.models.parameters import count_in_files
 from agentrl.workflow.trajectory import PolicyRef
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 Slot = Literal["policy", "sampler"]
 
@@ -63,6 +71,7 @@ class Policy:
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
         self.max_context, self.vocabulary = loading.context_and_vocabulary(folder, config.trust_remote_code)
+        self._lora_layers: LoraLayers | None = None
         self._reference: nn.Module | None = None
         self._published: str | None = ""
         self._in_memory: dict[Slot, Any] = {}
@@ -112,6 +121,12 @@ class Policy:
             if self._pass is None:
                 self._pass = self._forward_pass(model)
             yield self._pass
+
+    def has_fast_forward(self) -> bool:
+        """Whether `decoding` computes with agentrl's own forward pass."""
+        with self.sampling() as model:
+            layout = read_layout(causal_model(model).config, self.max_context)
+            return layout is not None and layout.is_plain and is_supported(model, self._sampling_adapter)
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
@@ -176,6 +191,27 @@ class Policy:
         return self._slot("policy")
 
     @property
+    def lora_layers(self) -> LoraLayers:
+        """The layers that have an adapter, if the kind is `lora`; to know them, no weights are read."""
+        if self._lora_layers is None:
+            built = loading.build_without_weights(self.config, self.folder)
+            self._lora_layers = loading.find_lora_layers(self.config, built)
+        return self._lora_layers
+
+    @cached_property
+    def trained_part(self) -> dict[str, Any]:
+        """What a run records of its adapters: how many layers of each name have one, and the numbers of parameters."""
+        if self.kind == "full":
+            return {}
+        counts = count_in_files(self.config, self.folder)
+        sizes = {"trained": counts.trainable, "parameters": counts.all} if counts is not None else {}
+        return {"lora": {"layers": count_by_name(self.lora_layers.names), **sizes}}
+
+    def lora_config(self) -> "LoraConfig":
+        """PEFT's config of the adapters."""
+        return loading.lora_config(self.config, self.rank, self.lora_layers)
+
+    @property
     def weights_name(self) -> str:
         """The name of the trained part's file in a checkpoint."""
         return ADAPTER if self.kind == "lora" else MODEL
@@ -213,8 +249,8 @@ class Policy:
         return loading.load(self.config, self.folder, self.device, self.kind)
 
     def _lora_slots(self, loaded: Any) -> dict[Slot, Any]:
-        loading.check_targets(self.config, loaded)
-        lora = loading.lora_config(self.config, self.rank)
+        self._lora_layers = loading.find_lora_layers(self.config, loaded)
+        lora = self.lora_config()
         from peft import get_peft_model
 
         # Every process that loads this base must start from the same adapter, whatever the state of the generator.
@@ -234,10 +270,13 @@ class Policy:
     @torch.no_grad()
     def _forward_pass(self, model: Any) -> Pass:
         """The engine's forward pass over the published weights; a base that the trainer shares gets no packed copy."""
-        adapter = "sampler" if self.kind == "lora" else ""
-        if not is_supported(model, adapter):
+        if not self.has_fast_forward():
             return transformers_pass(model)
-        return Forward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, adapter)
+        return Forward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, self._sampling_adapter)
+
+    @property
+    def _sampling_adapter(self) -> str:
+        return "sampler" if self.kind == "lora" else ""
 
     def _active(self, slot: Slot) -> Any:
         model = self._models[slot]

@@ -7,6 +7,7 @@ checkpoint's files are there before it, and mean nothing without it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, func, select, update
@@ -22,6 +23,8 @@ from agentrl.workflow.store.train_claims import IterationWork, set_run_status
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import OPEN
+
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -255,11 +258,14 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
 
 
 @transaction
-def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str]) -> None:
+def confirm_base(
+    tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str], facts: Mapping[str, Any] = NO_FACTS
+) -> None:
     """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
 
     Args:
         chat_hashes: of the tokenizer, the chat template and the model's own code, kept in the manifest.
+        facts: what else the manifest keeps of the base.
 
     Raises:
         ModelError: here the base, its tokenizer or its template is another.
@@ -275,7 +281,7 @@ def confirm_base(tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[
             "Bring the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
-        manifest = {**row["manifest"], **chat_hashes}
+        manifest = {**facts, **row["manifest"], **chat_hashes}
         tx.execute(update(schema.runs).where(schema.runs.c.id == run).values(base_hash=base_hash, manifest=manifest))
 
 

@@ -89,7 +89,7 @@ def _beside_whole_base(policy: Policy) -> Any:
 
     weights = policy.trainable()
     whole = loading.load(policy.config, policy.folder, policy.device, policy.kind).dequantize()
-    model = get_peft_model(whole, loading.lora_config(policy.config, policy.rank), adapter_name="policy")
+    model = get_peft_model(whole, policy.lora_config(), adapter_name="policy")
     for name, parameter in model.named_parameters():
         if ".policy." in name:
             parameter.copy_(weights[name.replace(".policy.", ".")])

@@ -1,0 +1,209 @@
+"""The live rows in transformers' own caches: slower than slots, and right for every model that transformers can run.
+
+Rows with equally many tokens that were read together share a cache and decode in one call; others decode in calls of their own.
+A cache is only ever continued, never cropped. `TokenRows` keeps no cache at all and reads each row from its first token.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from agentrl.workflow.models.logprobs import cache_parameter, causal_model, kept_logits
+from agentrl.workflow.models.policy import Policy
+
+PREFILL_TOKENS = 8192
+"""The most tokens of rows that are read together in one call of the model."""
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCache:
+    """The cache of one row that has read `length` tokens."""
+
+    cache: Cache
+    length: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows in one cache, all with `length` tokens read.
+
+    Args:
+        rows: row -> its place in the cache; two rows may have the same until they read their next tokens.
+        size: the number of rows that the cache holds.
+    """
+
+    cache: Cache
+    rows: dict[int, int]
+    length: int
+    size: int
+
+
+class CacheRows:
+    """The rows in caches of their own; see `model_rows.ModelRows` for what its methods promise."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: list[_Group] = []
+        self.name = "transformers' cache, one for each group of rows of equal length"
+        self.tokens = 0
+        self.resumes = True
+        self.rewinds = False
+
+    def read(self, first: int, rows: Sequence[Tokens]) -> None:
+        """Read new rows, shortest first, as rows from `first` on."""
+        self._forget_from(first)
+        for length, numbered in groupby(enumerate(rows, start=first), lambda pair: len(pair[1])):
+            alike = list(numbered)
+            size = max(1, PREFILL_TOKENS // max(1, length))
+            for start in range(0, len(alike), size):
+                part = alike[start : start + size]
+                group = _Group(self._new_cache(), {row: place for place, (row, _) in enumerate(part)}, 0, len(part))
+                if length:
+                    self._call(group, torch.tensor([tokens for _, tokens in part]))
+                self._groups.append(group)
+        self._note_tokens()
+
+    def resume(self, first: int, rows: Sequence[tuple[KeptCache, Tokens]]) -> None:
+        """Continue what was taken of rows with the tokens since."""
+        for row, (kept, tokens) in enumerate(rows, start=first):
+            group = _Group(kept.cache, {row: 0}, kept.length, 1)
+            if tokens:
+                self._call(group, torch.tensor([tokens]))
+            self._groups.append(group)
+        self._note_tokens()
+
+    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
+        """Read one token of each row."""
+        self._forget_from(len(newest))
+        logits: list[Tensor] = []
+        order: list[int] = []
+        for group in self._groups:
+            places = list(group.rows.values())
+            if places != list(range(group.size)):
+                group.cache, group.size = _select(group.cache, places, self._policy.device), len(places)
+                group.rows = {row: place for place, row in enumerate(group.rows)}
+            logits.append(self._call(group, newest[list(group.rows)][:, None]))
+            order += group.rows
+        self._note_tokens()
+        return torch.cat(logits)[torch.tensor(order, device=self._policy.device).argsort()]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let `target` be a row like `source`, which has read `length` tokens."""
+        group = self._group_of(source)
+        assert group.length == length
+        group.rows[target] = group.rows[source]
+
+    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+        """Forget a row; the last one takes its number."""
+        del self._group_of(row).rows[row]
+        if row < last:
+            group = self._group_of(last)
+            group.rows[row] = group.rows.pop(last)
+        self._groups = [group for group in self._groups if group.rows]
+
+    def take(self, row: int, length: int) -> KeptCache:
+        """Return a copy of a row's cache."""
+        group = self._group_of(row)
+        assert group.length == length
+        return KeptCache(_select(group.cache, [group.rows[row]], self._policy.device), length)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._groups, self.tokens = [], 0
+
+    def _new_cache(self) -> Cache:
+        with self._policy.sampling() as model:
+            return DynamicCache(config=causal_model(model).config)
+
+    def _call(self, group: _Group, ids: Tensor) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids, which the group's cache then holds."""
+        with self._policy.sampling() as model:
+            group.length += ids.shape[1]
+            inputs = {"input_ids": ids.to(self._policy.device), cache_parameter(model): group.cache, "use_cache": True}
+            return kept_logits(model, 1, **inputs)[:, -1]
+
+    def _group_of(self, row: int) -> _Group:
+        return next(group for group in self._groups if row in group.rows)
+
+    def _forget_from(self, first: int) -> None:
+        """Forget rows that an error left behind while they were about to join."""
+        for group in self._groups:
+            group.rows = {row: place for row, place in group.rows.items() if row < first}
+        self._groups = [group for group in self._groups if group.rows]
+
+    def _note_tokens(self) -> None:
+        """Note the most tokens that were held at once."""
+        self.tokens = max(self.tokens, sum(len(group.rows) * group.length for group in self._groups))
+
+
+def _select(cache: Cache, places: list[int], device: torch.device) -> Cache:
+    """Return a cache of the rows at these places; the old one is unchanged."""
+    chosen = copy.copy(cache)
+    chosen.layers = [_copy_layer(layer) for layer in cache.layers]
+    chosen.reorder_cache(torch.tensor(places, device=device))  # type: ignore[arg-type]  # annotated LongTensor
+    return chosen
+
+
+def _copy_layer(layer: Any) -> Any:
+    """Return a layer with the same tensors: reordering sets new ones, in its attributes or in its dictionaries."""
+    copied = copy.copy(layer)
+    for name, value in vars(copied).items():
+        if isinstance(value, dict | list):
+            setattr(copied, name, copy.copy(value))
+    return copied
+
+
+class TokenRows:
+    """The rows as their tokens alone, read again for each token; see `model_rows.ModelRows`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._rows: dict[int, Tokens] = {}
+        self.name = "no cache: each token reads its whole row again"
+        self.tokens = 0
+        self.resumes = False
+        self.rewinds = False
+
+    def read(self, first: int, rows: Sequence[Tokens]) -> None:
+        """Remember new rows."""
+        self._rows = {row: tokens for row, tokens in self._rows.items() if row < first} | dict(enumerate(rows, start=first))
+
+    def resume(self, first: int, rows: Sequence[tuple[Any, Tokens]]) -> None:
+        """Do nothing: nothing is kept of a row."""
+        assert not rows
+
+    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
+        """Read all tokens of each row, and one more."""
+        self._rows = {row: (*tokens, int(newest[row])) for row, tokens in self._rows.items() if row < len(newest)}
+        logits: dict[int, Tensor] = {}
+        for length in sorted({len(tokens) for tokens in self._rows.values()}):
+            alike = [row for row, tokens in self._rows.items() if len(tokens) == length]
+            ids = torch.tensor([self._rows[row] for row in alike], device=self._policy.device)
+            with self._policy.sampling() as model:
+                logits |= dict(zip(alike, kept_logits(model, 1, input_ids=ids, use_cache=False)[:, -1], strict=True))
+        return torch.stack([logits[row] for row in sorted(logits)])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy a row's tokens."""
+        self._rows[target] = self._rows[source][:length]
+
+    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+        """Forget a row; the last one takes its number."""
+        self._rows[row] = self._rows[last]
+        del self._rows[last]
+
+    def take(self, row: int, length: int) -> KeptCache:
+        """Raise an error: nothing is kept of a row."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows = {}

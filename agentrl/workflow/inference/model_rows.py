@@ -1,0 +1,219 @@
+"""The model as the rolling batch sees it: numbered rows that read tokens, in the fastest of three ways that is right.
+
+- `slot_rows`: a slot for each row, one call of the model per token.
+- `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of one length.
+- `cache_rows.TokenRows`: no cache.
+
+Each is tried before it is used: its logits must be those of a plain forward pass over the whole row, which is what the trainer
+computes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from agentrl.workflow.engines import nan_error
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
+from agentrl.workflow.inference.sampling import sample
+from agentrl.workflow.inference.slot_rows import SlotRows
+from agentrl.workflow.models.cache_layout import CacheLayout, read_layout
+from agentrl.workflow.models.device_errors import classify
+from agentrl.workflow.models.logprobs import causal_model
+from agentrl.workflow.models.policy import Policy
+
+log = getLogger("agentrl.engine")
+
+SERVER_HINT = "Sample with a server that runs it: --engine openai."
+
+HALF_ROUNDING, ROUNDING = 0.1, 1e-3
+"""The largest mean difference of logits that counts as rounding, relative to their standard deviation, in half precision and
+otherwise. A wrong cache makes about 1."""
+
+
+class Kept(Protocol):
+    """What is kept of a row that has read `length` tokens."""
+
+    length: int
+
+
+class ModelRows(Protocol):
+    """The model and what it keeps of the live rows.
+
+    Attributes:
+        name: what a person is told of it.
+        resumes: whether what `take` returns can be continued by several tokens.
+        rewinds: whether a row's first tokens can be copied after it has read more, and a failed call be repeated.
+        tokens: the number of tokens that the memory holds.
+    """
+
+    name: str
+    resumes: bool
+    rewinds: bool
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the memory holds."""
+
+    def read(self, first: int, rows: Sequence[tuple[int, ...]]) -> None:
+        """Read new rows, shortest first, as rows from `first` on; rows from there on that an error left are forgotten."""
+
+    def resume(self, first: int, rows: Any) -> None:
+        """Continue kept rows, as rows from `first` on: pairs of what was kept and the tokens since, fewest first."""
+
+    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
+        """Read one more token of each row; return the logits (n, V) after it.
+
+        Args:
+            newest: (n,) the token; `read`: (n,) the number of tokens read before.
+        """
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make `target`, the next row, of the first `length` tokens of another."""
+
+    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+        """Forget a row; the last one, which has read `length` tokens, takes its number.
+
+        Args:
+            broken: its logits were NaN.
+        """
+
+    def take(self, row: int, length: int) -> Any:
+        """Return a copy of what is kept of a row that has read `length` tokens."""
+
+    def clear(self) -> None:
+        """Forget all rows and free the memory."""
+
+
+@torch.no_grad()
+def open_rows(policy: Policy) -> ModelRows:
+    """Return the fastest way to run the policy's model that is right.
+
+    Raises:
+        ModelError: there is none: the model is not causal, needs more than tokens, or returns NaN.
+    """
+    with policy.sampling() as model:
+        config: PreTrainedConfig = causal_model(model).config
+    layout = read_layout(config, policy.max_context)
+    if layout is not None and policy.has_fast_forward():
+        return SlotRows(policy, config, layout)
+    fault = ""
+    try:
+        expected = _Expected.of(policy)
+        for rows in _ways(policy, config, layout):
+            fault = _try_out(rows, expected)
+            rows.clear()
+            if not fault:
+                log.info("%s is sampled with %s", config.model_type, rows.name)
+                return rows
+            log.info("%s cannot be sampled with %s: %s", config.model_type, rows.name, fault)
+    except ModelError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        if classify(error) != "other":
+            raise
+        fault = _sentence(error)
+    raise ModelError(f"The built-in sampler cannot run {config.model_type!r}: {fault}.", SERVER_HINT)
+
+
+@torch.no_grad()
+def sample_one(rows: ModelRows, policy: Policy) -> None:
+    """Sample one token after a prompt of one.
+
+    Raises:
+        ModelError: the model returns NaN.
+    """
+    rows.read(0, [()])
+    logits = rows.next_logits(torch.tensor([min(3, policy.vocabulary - 1)]), torch.tensor([0]))
+    _, logprobs = sample(logits, torch.tensor([0.5], dtype=torch.float64, device=logits.device), 1.0)
+    if bool(logprobs.isnan().any()):
+        raise nan_error()
+
+
+def _ways(policy: Policy, config: PreTrainedConfig, layout: CacheLayout | None) -> Iterator[ModelRows]:
+    # A mask of one mark per token cannot say which tokens are in the window of rows of unequal lengths.
+    if layout is not None and (layout.window is None or config._attn_implementation == "sdpa"):
+        yield SlotRows(policy, config, layout)
+    yield CacheRows(policy)
+    yield TokenRows(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Two rows of tokens, the second longer, and the plain forward pass's logits (T, V) after each token."""
+
+    rows: tuple[tuple[int, ...], tuple[int, ...]]
+    logits: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, policy: Policy) -> "_Expected":
+        most = min(policy.vocabulary, 100)
+        short, long = (tuple((3 + step * number) % most for number in range(length)) for step, length in ((7, 8), (11, 14)))
+        if policy.max_context < len(long):
+            raise ModelError(f"The model reads only {policy.max_context} tokens.")
+        with policy.sampling() as model:
+            logits = [
+                model(input_ids=torch.tensor([row], device=policy.device), use_cache=False).logits[0]
+                for row in (short, long, long[:9])
+            ]
+        if any(bool(each.isnan().any()) for each in logits):
+            raise nan_error()
+        if not _agree(logits[2], logits[1][:9]):
+            raise ModelError("The model is not causal: a token's logits depend on later tokens.", SERVER_HINT)
+        return cls((short, long), (logits[0], logits[1]))
+
+
+def _try_out(rows: ModelRows, expected: _Expected) -> str:
+    """Return why the rows' logits are not the expected ones, or an empty text; turns `resumes` off if only that is wrong."""
+    fault = _try_rows(rows, expected, resumes=False)
+    if rows.resumes and not fault:
+        rows.clear()
+        rows.resumes = not _try_rows(rows, expected, resumes=True)
+    return fault
+
+
+def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
+    (short, long), (of_short, of_long) = expected.rows, expected.logits
+    found: list[Tensor] = []
+    known: list[Tensor] = []
+
+    def step(at_short: int, at_long: int) -> None:
+        found.append(_step(rows, (short, at_short), (long, at_long)))
+        known.append(torch.stack([of_short[at_short], of_long[at_long]]))
+
+    try:
+        rows.read(0, [short[:3], long[:6]])
+        step(3, 6)
+        step(4, 7)
+        if resumes:
+            rows.resume(2, [(rows.take(1, 8), long[8:11])])
+            found.append(_step(rows, (short, 5), (long, 8), (long, 11)))
+            known.append(torch.stack([of_short[5], of_long[8], of_long[11]]))
+            rows.drop(1, 2, 12, broken=False)
+            step(6, 12)
+    except Exception as error:
+        if classify(error) != "other":
+            raise
+        return _sentence(error)
+    return "" if all(map(_agree, found, known)) else "its cache cannot be continued exactly"
+
+
+def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
+    """The logits after one more token of each row, each given with all its tokens and the number of those read before."""
+    newest = torch.tensor([row[read] for row, read in tokens])
+    return rows.next_logits(newest, torch.tensor([read for _, read in tokens]))
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    rounding = ROUNDING if found.dtype in (torch.float32, torch.float64) else HALF_ROUNDING
+    found, expected = found.double(), expected.double()
+    return bool((found - expected).abs().mean() <= rounding * expected.std())
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(".: ")

@@ -1,0 +1,143 @@
+"""The live rows in slots (`kv_cache`): all of them, of whatever lengths, read their next token in one call of the model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
+from agentrl.workflow.models.cache_layout import CacheLayout
+from agentrl.workflow.models.policy import Policy
+
+PREFILL_TOKENS = 8192
+"""The most padded prompt tokens in one call of the model, so that activations stay small beside the weights."""
+
+Tokens = tuple[int, ...]
+
+
+class SlotRows:
+    """The rows in slots 0..n-1; see `model_rows.ModelRows` for what its methods promise.
+
+    Args:
+        policy: the policy whose published weights sample.
+        config: of its model; `layout`: of the slots for it.
+    """
+
+    def __init__(self, policy: Policy, config: PreTrainedConfig, layout: CacheLayout) -> None:
+        # Other attention makes its masks from one mark per token, which cannot express several new tokens.
+        self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
+        self._policy = policy
+        self._layout = layout
+        self._slots = SlotCache(layout)
+        self.name = "one slot for each row"
+        self.resumes = self._direct
+        self.rewinds = layout.rewinds
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the memory holds."""
+        return self._slots.tokens
+
+    def read(self, first: int, rows: Sequence[Tokens]) -> None:
+        """Read new rows, shortest first, into the slots from `first` on."""
+        for start, count in _chunks([len(row) for row in rows], padded=self.rewinds):
+            chunk = rows[start : start + count]
+            width = len(chunk[-1])
+            if width:
+                self._slots.prefill(first + start, count, width)
+                # Padding on the right needs no mask: tokens attend to their left only.
+                self._call(_pad(chunk), torch.arange(width).expand(count, -1), None)
+            elif not self.rewinds:
+                for slot in range(first + start, first + start + count):
+                    self._slots.wipe(slot)
+
+    def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
+        """Put back what was taken of rows and read the tokens since, fewest first."""
+        for slot, (kept, _) in enumerate(rows, start=first):
+            self._slots.put(kept, slot)
+        for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
+            part = rows[start : start + count]
+            if part[-1][1]:
+                past = torch.tensor([kept.length for kept, _ in part])
+                positions = past[:, None] + torch.arange(len(part[-1][1]))
+                positions.clamp_(max=max(kept.length + len(tokens) for kept, tokens in part))  # padding may exceed the window
+                self._extend(first + start, _pad([tokens for _, tokens in part]), positions, int(positions.max()) + 1)
+
+    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
+        """Read one token of each row."""
+        longest = int(read.max())
+        return self._extend(0, newest[:, None], read[:, None], longest + 1, even=longest == int(read.min()))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy a row's first tokens into another slot."""
+        if length:
+            self._slots.copy(source, target, length)
+        else:
+            self._slots.wipe(target)
+
+    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+        """Forget a row; the last one, which has read `length` tokens, takes its slot."""
+        if broken:
+            self._slots.wipe(row)
+        if row < last:
+            self._slots.copy(last, row, length)
+
+    def take(self, row: int, length: int) -> SlotStates:
+        """Return a copy of a row."""
+        return self._slots.take(row, length)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._slots.clear()
+
+    def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids that continue the slots from `first` on; `even`: T is 1, and all rows have
+        one length.
+        """
+        positions = positions.to(self._policy.device)
+        self._slots.extend(first, positions, length)
+        if self._direct and even:
+            return self._call(ids, positions, None)
+        mask = torch.arange(length, device=positions.device) <= positions[:, :, None]  # (B, T, length)
+        return self._call(ids, positions, mask)
+
+    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (B, V) after the last of (B, T) ids; mask (B, T, length) of all earlier tokens."""
+        device = self._policy.device
+        with self._policy.decoding() as forward:
+            return forward(ids.to(device), positions.to(device), self._mask(mask, positions.to(device)), self._slots)
+
+    def _mask(self, mask: Tensor | None, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
+        """The mask as the model takes it: (B, 1, T, length), one for each kind of layer if they differ, or (B, length)."""
+        if mask is None or not self._direct:
+            return mask if mask is None else mask[:, 0]
+        if self._layout.window is None:
+            return mask[:, None]
+        near = torch.arange(mask.shape[-1], device=mask.device) > positions[:, :, None] - self._layout.window
+        sliding = (mask & near)[:, None]
+        if not self._layout.kinds:
+            return sliding
+        masks: dict[str, Tensor | None] = dict.fromkeys(self._layout.kinds)
+        return masks | {"full_attention": mask[:, None], "sliding_attention": sliding}
+
+
+def _chunks(lengths: Sequence[int], padded: bool) -> list[tuple[int, int]]:
+    """(start, count) of chunks of at most PREFILL_TOKENS padded tokens; `lengths` are ascending.
+
+    Args:
+        padded: whether rows of unequal lengths may share a chunk; padding would change a row's states.
+    """
+    chunks: list[tuple[int, int]] = []
+    for index, length in enumerate(lengths):
+        alike = padded or (bool(chunks) and lengths[chunks[-1][0]] == length)
+        if chunks and alike and (chunks[-1][1] + 1) * length <= PREFILL_TOKENS:
+            chunks[-1] = (chunks[-1][0], chunks[-1][1] + 1)
+        else:
+            chunks.append((index, 1))
+    return chunks
+
+
+def _pad(rows: Sequence[Tokens]) -> Tensor:
+    """Ids (B, T), padded on the right to the length of the last row, the longest."""
+    return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])

@@ -1,0 +1,86 @@
+"""What the sampler's slots must hold for each layer of a model, read from its config: keys and values, states, a window.
+
+A layer that is not known here (compressed or indexed keys, attention in chunks) has no place in a slot; such a model is sampled
+with transformers' own cache (`inference.cache_rows`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+Content = Literal["keys", "states", "keys and states", "nothing"]
+
+EmptyLayer: Any = getattr(cache_utils, "DummyLayer", None)
+"""The cache layer of a layer that keeps nothing; older versions of transformers 5 have none."""
+
+_CONTENTS: dict[type, Content] = {
+    DynamicLayer: "keys",
+    DynamicSlidingWindowLayer: "keys",
+    LinearAttentionLayer: "states",
+    LinearAttentionAndFullAttentionLayer: "keys and states",
+    EmptyLayer: "nothing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The content of a slot.
+
+    Args:
+        layers: what each layer keeps of a row.
+        states: convolution and recurrent states of each layer that has states.
+        window: the most tokens that the layers with a sliding window attend to; None without such layers, or where no row is
+            longer than the window.
+        kinds: the names of the layers' kinds, if there are layers with the window and others: their masks differ.
+    """
+
+    layers: tuple[Content, ...]
+    states: tuple[int, ...]
+    window: int | None
+    kinds: frozenset[str]
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a row's first tokens can be read back out of a slot: states are those after its last token."""
+        return all("states" not in content for content in self.layers)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers attend to all earlier tokens and keep nothing but keys and values."""
+        return self.window is None and all(content == "keys" for content in self.layers)
+
+
+def read_layout(config: PreTrainedConfig, longest: int) -> CacheLayout | None:
+    """Return the layout of a model's slots, or None if slots cannot hold what one of its layers keeps.
+
+    Args:
+        longest: the most tokens in a row.
+    """
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except Exception:  # noqa: BLE001 - a config that transformers makes no cache of, in whatever way it fails
+        return None
+    kinds = frozenset(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    windows = {layer.sliding_window for layer in layers if _slides(layer)}
+    narrow = {window for window in windows if window < longest}
+    unknown = [layer for layer in layers if type(layer) not in _CONTENTS]
+    if not layers or unknown or len(narrow) > 1 or (narrow and narrow != windows) or "chunked_attention" in kinds:
+        return None
+    others = any(not _slides(layer) and _CONTENTS[type(layer)] != "nothing" for layer in layers)
+    return CacheLayout(
+        tuple(_CONTENTS[type(layer)] for layer in layers),
+        tuple(getattr(layer, "number_of_states", 1) for layer in layers),
+        next(iter(narrow), None),
+        kinds if narrow and others else frozenset(),
+    )
+
+
+def _slides(layer: Any) -> bool:
+    return isinstance(layer, DynamicSlidingWindowLayer)

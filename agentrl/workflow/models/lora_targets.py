@@ -1,0 +1,89 @@
+"""Which layers LoRA trains, by their names: those of the config, or by default every linear layer of the decoder.
+
+Nothing here needs torch: names and shapes come from a loaded model or from the headers of its files.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from agentrl.workflow.config import ALL_LINEAR
+from agentrl.workflow.models.headers import Shapes
+
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of layers that choose experts: training them with an adapter makes the choice unstable."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayers:
+    """The layers of a model that LoRA trains.
+
+    Args:
+        names: their full names.
+        targets: names that choose these layers and no others: the last ones where that suffices.
+    """
+
+    names: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chosen: Sequence[str], modules: Iterable[str]) -> "LoraLayers":
+        """The chosen ones among all modules of a model."""
+        last = tuple(count_by_name(chosen))
+        taken = {_last(name) for name in set(modules) - set(chosen)}
+        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last)
+
+
+_NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
+"""Parts of names of what is no linear layer of the decoder, where only a file's names are known."""
+
+
+def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
+    """Return the layers of LoRA's default among the linear layers of a decoder.
+
+    Routers are left out; so are the output and step-size layers of Mamba, whose kernels read the weights and would pass an
+    adapter by.
+
+    Args:
+        names: of the linear layers, without the head.
+        siblings: names of all parameters of the model; Mamba's layers have one called `D`.
+    """
+    return [name for name in names if not ROUTERS & set(name.split(".")) and not _is_read_by_kernel(name, siblings)]
+
+
+def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the weights that get an adapter, as far as the names in a model's files say.
+
+    Args:
+        vocabulary: the number of token ids; embedding and head have that many rows.
+    """
+    matrices = {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
+    }
+    if tuple(targets) != (ALL_LINEAR,):
+        ends = tuple(f".{target}" for target in targets)
+        return [shape for name, shape in matrices.items() if name.endswith(ends)]
+    linear = [name for name, shape in matrices.items() if vocabulary not in shape and _may_be_linear(name)]
+    return [matrices[name] for name in choose_linear(linear, shapes)]
+
+
+def count_by_name(names: Iterable[str]) -> dict[str, int]:
+    """Return how many layers there are of each last name, in the order in which they come."""
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[_last(name)] = counts.get(_last(name), 0) + 1
+    return counts
+
+
+def _may_be_linear(name: str) -> bool:
+    parts = name.split(".")
+    return (
+        "experts" not in parts and parts[-1] not in ("wte", "wpe", "lm_head") and not any(word in name for word in _NO_DECODER)
+    )
+
+
+def _is_read_by_kernel(name: str, siblings: Collection[str]) -> bool:
+    return _last(name) in ("out_proj", "dt_proj") and f"{name.rpartition('.')[0]}.D" in siblings
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
