@@ -27,6 +27,7 @@ from agentrl.workflow.models.memory_estimate import (
 )
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.row_scorer import RowScorer
+from tests.support.fits import table
 from tests.support.small_models import tiny_random
 
 
@@ -148,3 +149,13 @@ def test_a_gpus_free_memory_decides_the_microbatch_unless_the_config_does_or_num
     assert 256 < tokens() < MICROBATCH_TOKENS
     assert tokens(**{"update.microbatch_tokens": 99}) == 99
     assert tokens(**{"model.numerics": "exact"}) == MICROBATCH_TOKENS
+
+
+def test_the_table_of_what_fits_is_what_is_computed() -> None:
+    shown = (
+        (Path(__file__).parents[2] / "docs/models.md")
+        .read_text()
+        .partition("<!-- fits -->\n")[2]
+        .partition("<!-- /fits -->")[0]
+    )
+    assert shown.splitlines() == list(table())
