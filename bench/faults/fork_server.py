@@ -29,6 +29,7 @@ from runpy import run_module
 from types import ModuleType
 from typing import Any
 
+from agentrl.workflow.settings import settings
 from bench.faults import loop
 from bench.faults.experiment import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
@@ -47,6 +48,7 @@ FREE_DESCRIPTOR = 512
 
 _libc = ctypes.CDLL(None)
 _site_path: list[str] = []
+_own_server: "ForkServer | None" = None  # the one that this process, itself forked, has from its start
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class ForkServer:
     requests: socket.socket
     owner: int
     lock: threading.Lock
+    forked_by_children: Collection[str] = FORKED
+    """Modules that the processes that it forks will fork in turn."""
 
     def fork(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Fork a child of this process; return its pid."""
@@ -81,6 +85,7 @@ class ForkServer:
             "environment": dict(os.environ if environment is None else environment),
             "new_session": given[21],
             "descriptors": [0, 1, 2, *pass_fds],
+            "forked_modules": list(self.forked_by_children),
         }
         process.pid = self.fork(request, [*streams, *pass_fds])
         process._child_created = True  # type: ignore[attr-defined]
@@ -187,15 +192,24 @@ def _is_forked(command: Any, modules: Collection[str] | None) -> bool:
 
 
 @contextmanager
-def nursery(folder: Path) -> Iterator[Nursery]:
-    """Start a fork server, which ends with the block."""
+def nursery(folder: Path, modules: Collection[str] = (), forked_by_children: Collection[str] = FORKED) -> Iterator[Nursery]:
+    """Start a fork server, which ends with the block. A process that was forked itself has one already, and uses that.
+
+    Args:
+        folder: for whoever needs one.
+        modules: names of modules to import besides those that workers and commands need.
+        forked_by_children: names of modules that the forked processes fork in turn, if they start them.
+    """
     environment = {**os.environ, **ALONE, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
+    if _own_server is not None and _own_server.owner == os.getpid():
+        yield Nursery(_own_server, folder, environment)
+        return
     ours, theirs = socket.socketpair()
-    code = f"from bench.faults.fork_server import main; main({theirs.fileno()})"
+    code = f"from bench.faults.fork_server import main; main({theirs.fileno()}, {[*modules]})"
     command = [sys.executable, "-c", code]
     with ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]):
         theirs.close()
-        yield Nursery(ForkServer(ours, os.getpid(), threading.Lock()), folder, environment)
+        yield Nursery(ForkServer(ours, os.getpid(), threading.Lock(), forked_by_children), folder, environment)
         ours.close()
 
 
@@ -213,13 +227,14 @@ def serve(roles: list[str]) -> None:
     run(roles)
 
 
-def main(descriptor: int) -> None:
-    """Import what workers and commands need, and fork what is asked for at the other end of a socket."""
+def main(descriptor: int, modules: Collection[str]) -> None:
+    """Import what workers and commands need, and these modules; fork what is asked for at the other end of a socket."""
     _site_path.extend(folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    for module in loop._PRELOADED:
+    for module in (*loop._PRELOADED, *modules):
         importlib.import_module(module)
     gc.freeze()  # else each child would look through all of it, again and again
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
+    assert not settings.cache_info().currsize, "an imported module has read the settings, which are of each child's environment"
     _answer_requests(socket.socket(fileno=descriptor))
 
 
@@ -278,13 +293,14 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     words = list(request["words"])
     if WITHOUT_SERVER not in words:
-        _start_server()
+        _start_server(request["forked_modules"])
     _open_streams("-u" in words[:2] or bool(os.environ.get("PYTHONUNBUFFERED")))
     _exit(_run(words))
 
 
-def _start_server() -> None:
-    """Give this process, in which nothing has begun yet, a fork server of its own."""
+def _start_server(forked_modules: Collection[str]) -> None:
+    """Give this process, in which nothing has begun yet, a fork server of its own, and let it fork these modules."""
+    global _own_server
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -294,7 +310,8 @@ def _start_server() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _answer_requests(theirs)
     theirs.close()
-    fork_programs(ForkServer(ours, os.getpid(), threading.Lock()), FORKED)
+    _own_server = ForkServer(ours, os.getpid(), threading.Lock())
+    fork_programs(_own_server, forked_modules)
 
 
 def _open_streams(unbuffered: bool) -> None:

@@ -4,9 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from bench.faults.fork_server import FORKED, Nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -72,3 +76,25 @@ def test_forked_program_forks_commands_and_executes_others() -> None:
 
 def test_program_with_another_hub_folder_is_executed(tmp_path: Path) -> None:
     assert python("-c", IS_FORKED, env={**os.environ, "HF_HOME": str(tmp_path)})[1] == "False\n"
+
+
+@pytest.mark.parametrize("modules", [FORKED, ()])
+def test_forked_program_forks_modules_that_its_server_names(forks: Nursery, modules: Collection[str]) -> None:
+    server = replace(forks.server, forked_by_children=modules)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-P', '-m', 'agentrl.cli', '--version'])"
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}  # an interpreter reads it when it begins
+    with replace(forks, server=server).popen(["-c", code], env=environment, stderr=subprocess.PIPE) as process:
+        _, errors = process.communicate(timeout=100)
+    assert (b"import time:" in errors) == (modules == ())
+
+
+def test_forked_program_uses_the_fork_server_that_it_has() -> None:
+    code = f"""
+import subprocess, sys
+from pathlib import Path
+from bench.faults import fork_server
+with fork_server.nursery(Path()) as forks, forks.forking_programs():
+    subprocess.run([sys.executable, "-c", {IS_FORKED!r}])
+print(forks.server is fork_server._own_server)
+"""
+    assert python("-c", code)[1] == "True\nTrue\n"
