@@ -22,6 +22,7 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.training.demonstrations import Demonstration, line_of, read_demonstrations
 from agentrl.workflow.trajectory import Message, ToolCall
+from bench.faults.fork_server import Nursery
 from tests.support.pseudo_terminal import CTRL_C, CTRL_D, UP, Terminal
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.small_models import chat, tiny_calling, tiny_random
@@ -70,7 +71,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def terminal(environment: dict[str, str], folder: Path) -> Iterator[Callable[..., Terminal]]:
+def terminal(environment: dict[str, str], folder: Path, forks: Nursery) -> Iterator[Callable[..., Terminal]]:
     """Opens `agentrl chat` at a terminal, with the slow engine."""
     made: list[Terminal] = []
 
@@ -85,7 +86,7 @@ def terminal(environment: dict[str, str], folder: Path) -> Iterator[Callable[...
             "tests.support.slow_engine:slow",
             *words,
         ]
-        made.append(Terminal(*asked, environment=environment | more))
+        made.append(Terminal(forks, *asked, environment=environment | more))
         return made[-1]
 
     yield make
@@ -219,10 +220,12 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
     assert screen.end() == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_chat_with_its_sentence(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_chat_with_its_sentence(
+    environment: dict[str, str], tmp_path: Path, forks: Nursery
+) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
-    screen = Terminal("chat", "--model", str(tmp_path / "broken"), environment=environment)
+    screen = Terminal(forks, "chat", "--model", str(tmp_path / "broken"), environment=environment)
     try:
         screen.wait("\n> ")
         screen.type("hello\n")

@@ -1,34 +1,27 @@
-"""`agentrl` at a real pseudo-terminal: what it shows, and keys as a person types them.
-
-Each is a process forked from one that has imported torch already, which takes seconds.
-"""
+"""`agentrl` at a real pseudo-terminal: what it shows, and keys as a person types them."""
 
 import fcntl
-import multiprocessing
 import os
 import pty
 import re
 import select
 import struct
-import sys
 import termios
 import time
 from collections.abc import Mapping
+
+from bench.faults.fork_server import Nursery
 
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 SECONDS = 60.0
 _MARKS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    [
-        "agentrl.cli.app",
-        "agentrl.cli.conversation",
-        "agentrl.workers.requests.submission",
-        "agentrl.workflow.inference.open_policy",
-        "peft",
-    ]
-)
+COMMAND = """
+import os, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # whoever leads a session gets the terminal that it opens first
+from agentrl.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Terminal:
@@ -38,12 +31,13 @@ class Terminal:
         raw: all that it has shown so far.
     """
 
-    def __init__(self, *words: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, forks: Nursery, *words: str, environment: Mapping[str, str]) -> None:
         self.raw = ""
         self._place, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self._process = processes.Process(target=_run, args=(os.ttyname(inner), words, dict(environment)))
-        self._process.start()
+        streams = {"stdin": inner, "stdout": inner, "stderr": inner}
+        own = {**environment, "TERM": "xterm"}
+        self._process = forks.popen(["-c", COMMAND, *words], env=own, start_new_session=True, **streams)
         self._inner = inner
 
     @property
@@ -60,7 +54,7 @@ class Terminal:
         deadline = time.monotonic() + SECONDS
         while not (found := re.compile(pattern).search(self.shown, after)):
             assert time.monotonic() < deadline, f"no {pattern!r} in\n{self.shown[after:]}"
-            assert self._process.is_alive() or self._read(0), f"it ended without {pattern!r}\n{self.shown[after:]}"
+            assert self._process.poll() is None or self._read(0), f"it ended without {pattern!r}\n{self.shown[after:]}"
             self._read(0.2)
         return found.end()
 
@@ -82,16 +76,16 @@ class Terminal:
     def end(self) -> int | None:
         """Waits for the program's end; returns its exit code."""
         deadline = time.monotonic() + SECONDS
-        while self._process.is_alive() and time.monotonic() < deadline:
+        while self._process.poll() is None and time.monotonic() < deadline:
             self._read(0.2)
         while self._read(0):
             pass
-        return self._process.exitcode
+        return self._process.poll()
 
     def close(self) -> None:
         """Ends it, if need be."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         os.close(self._place)
         os.close(self._inner)
 
@@ -101,17 +95,3 @@ class Terminal:
             return False
         self.raw += os.read(self._place, 65536).decode(errors="replace")
         return True
-
-
-def _run(terminal: str, words: tuple[str, ...], environment: dict[str, str]) -> None:
-    os.setsid()
-    place = os.open(terminal, os.O_RDWR)  # its own from now on
-    for number in range(3):
-        os.dup2(place, number)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    os.environ.update(environment, TERM="xterm")
-    from agentrl.cli.main import main
-    from agentrl.workflow.settings import settings
-
-    settings.cache_clear()
-    sys.exit(main(words))
