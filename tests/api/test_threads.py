@@ -38,8 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(home: Path) -> Iterator[None]:
+def nothing_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither a variable stays, nor a thread of ours; the settings and the sockets' default are those of before."""
+    monkeypatch.setenv("AGENTRL_TICK_SECONDS", "0.2")  # leases, and what waits for them, are as short
     before, threads = dict(os.environ), set(threading.enumerate())
     assert socket.getdefaulttimeout() is None
     yield
