@@ -116,6 +116,7 @@ def test_the_host_that_wrote_it_does_not_fetch_it(bucket: str, home: Path, s3: S
     assert not [line for line in s3.requests("GET", "") if path.removeprefix(f"s3://{BUCKET}") in line]
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: str, home: Path, s3: S3) -> None:
     path, sha256 = written(bucket)
     run = checkpoint_cache.copy_of(path).parent
@@ -284,6 +285,7 @@ def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket
     assert object_store.check_place(bucket) is None
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_store_that_does_not_answer_is_a_service_that_is_away(home: Path, s3: S3) -> None:
     code = """
 from agentrl.workflow.checkpoints import checkpoint_cache, object_store

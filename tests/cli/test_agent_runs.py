@@ -139,6 +139,7 @@ def test_the_end_of_a_run_says_what_its_agents_ended_with(
     assert "\x1b" not in said
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 def test_a_worker_for_agents_says_what_it_lacks_and_imports_no_agent_itself(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -710,6 +710,7 @@ def watch(run: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
     watching = watch(run)
     assert watching.stdout is not None
@@ -721,6 +722,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
     assert "Traceback" not in remarks
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
     waiting_runs.wait_for(data, run_names.find_run(data, run)["id"], "The engine's server does not answer.")
     watching = watch(run)
@@ -792,6 +794,7 @@ def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path
     assert not [letter for letter in talk.stdout if ord(letter) < 32 and letter not in "\n\t"]
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
     assert {"python", "packages", "torch", "device", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(
@@ -824,6 +827,7 @@ def test_doctor_tries_gsm8k_before_it_reports_it(tmp_path: Path, monkeypatch: py
     settings.cache_clear()
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were_set(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -837,6 +841,7 @@ def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were
     assert "3 CPU threads" in checks["torch"]["found"]
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_doctor_exits_with_4_where_a_service_is_away(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -851,6 +856,7 @@ def test_doctor_exits_with_4_where_a_service_is_away(
     assert "Check AGENTRL_BROKER_URL." in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_doctor_leaves_workers_that_a_stack_is_starting_to_the_stack(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def dry_run(home: Path, *words: str, **environment: str) -> tuple[int, str, str]
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_dry_run_tells_size_and_memory_before_its_checks(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def fresh(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_process()
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("words", [*READS, *ASKS])
 def test_a_command_that_only_looks_makes_nothing_in_a_fresh_folder(
     fresh: Path, words: str, capsys: pytest.CaptureFixture[str]

@@ -196,6 +196,7 @@ def empty_url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_six_processes_may_upgrade_at_once(empty_url: str) -> None:
     started = [subprocess.Popen([sys.executable, "-c", UPGRADE, empty_url], stderr=subprocess.PIPE) for _ in range(6)]
     ended = [(process.communicate()[1], process.returncode) for process in started]

@@ -35,6 +35,7 @@ from agentrl.workflow.trajectory import ToolResult
 from tests.conftest import missing, put_away
 from tests.support import sandbox_fixtures
 
+pytestmark = pytest.mark.usefixtures("forked_programs_of_module")
 PARTY = 20
 SECONDS = 120.0
 _barrier = threading.Barrier(PARTY)

@@ -69,6 +69,7 @@ def served(listed: tuple[ServedTool, ...], name: str) -> dict[str, mcp_tool.McpT
     return {told.name: mcp_tool.McpTool.of(told) for told in listed}
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_what_a_server_says_becomes_tools_with_effects_from_its_hints(served: dict[str, mcp_tool.McpTool]) -> None:
     add = served["add"].schema["function"]
     assert (add["name"], add["description"]) == ("add", "Adds two whole numbers.")
@@ -81,6 +82,7 @@ def test_what_a_server_says_becomes_tools_with_effects_from_its_hints(served: di
         tool.check()
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
 def test_calls_share_one_process_that_is_started_again_when_it_dies(served: dict[str, mcp_tool.McpTool], name: str) -> None:
     assert served["add"].call({"a": 1, "b": 2}) == "3"
@@ -92,6 +94,7 @@ def test_calls_share_one_process_that_is_started_again_when_it_dies(served: dict
     assert mcp_servers.server(name).started == 3
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_dies(
     served: dict[str, mcp_tool.McpTool], folder: Path
 ) -> None:
@@ -102,6 +105,7 @@ def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_d
     assert tools_job.run_tool(served["charge"], work).error_class == "unknown_outcome"
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failure(served: dict[str, mcp_tool.McpTool]) -> None:
     with pytest.raises(InfraError, match="died twice"):
         served["doomed"].call({})
@@ -110,6 +114,7 @@ def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failur
         mcp_tool.McpTool.of(gone).call({})
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("tool", "arguments", "said"),
     [
@@ -127,6 +132,7 @@ def test_what_a_server_refuses_is_told_to_the_model(
         made.call(arguments)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_what_a_server_answers_is_text_within_the_same_limits(served: dict[str, mcp_tool.McpTool]) -> None:
     assert served["mixed"].call({}).splitlines() == ["a\x00b", "[image that cannot be shown]"]
     assert served["long"].call({}).endswith("[cut: 34464 more characters]")
@@ -140,6 +146,7 @@ def test_the_time_that_a_server_takes_to_start_is_not_the_calls(served: dict[str
     assert tools_job.run_tool(add, CallWork(1, "math", "add", {"a": 1, "b": 1}, "none")).content == "2"
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
 def test_a_call_that_is_cut_off_by_the_workers_own_end_starts_no_other_server(
     served: dict[str, mcp_tool.McpTool], name: str, folder: Path
@@ -163,6 +170,7 @@ def wait_for(met: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.slow
 def test_a_server_ends_with_the_process_that_used_it(listed: tuple[ServedTool, ...], number: int) -> None:
@@ -189,6 +197,7 @@ def command_of(file: str) -> bytes:
         return b""
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, served: dict[str, mcp_tool.McpTool]
 ) -> None:
@@ -272,6 +281,7 @@ def asked(tmp_path: Path, *names: str) -> RunConfig:
     return build({**values, "rollout.tasks_per_iteration": 1, "rollout.max_new_tokens": 200, "tools": names})
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_servers_tool_works_from_submit_to_the_transcript(
     own_database: Database, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_what_it_imports_holds_no_model_and_no_queue() -> None:
     assert not {"torch", "transformers", "datasets", "celery", "fastapi", "starlette", "numpy"} & set(loaded)
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
 def test_a_killed_endpoint_comes_back_on_its_port_and_serves_who_called_meanwhile(database: Database, tmp_path: Path) -> None:
     made = attempt(database, "k" * 30)
@@ -87,6 +88,7 @@ def test_a_killed_endpoint_comes_back_on_its_port_and_serves_who_called_meanwhil
     assert made.key not in said
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_it_says_its_url_in_the_rows(sqlite: Database, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert presence.find_endpoint_url(sqlite) is None
     assert presence.missing_endpoint_hints(sqlite) == ["No endpoint runs. Start one: agentrl worker endpoint"]

@@ -34,6 +34,7 @@ def test_readiness_logs_each_change_once_and_keeps_its_file(tmp_path: Path, capl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_worker_is_ready_while_its_broker_answers_and_logs_a_loss_once(tmp_path: Path) -> None:
     where = Settings(home=tmp_path)
     if broker.find_server(where) is None:

@@ -225,6 +225,7 @@ worker.run(["control"])
 """
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_control_loop_stops_though_the_signal_comes_while_it_goes_to_sleep(home: Path) -> None:
     environment = {**os.environ, "AGENTRL_HOME": str(home)}
     done = subprocess.run(
@@ -252,6 +253,7 @@ worker.run(["rollout"])
 """
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
 def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_server: Settings) -> None:
     command = [sys.executable, "-c", STOPPED]

@@ -136,6 +136,7 @@ def in_line(x: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
     with ExitStack() as opened:
         processes = [opened.enter_context(_calling(function)) for function in (steady, in_line)]
@@ -159,6 +160,7 @@ def _calling(function: Callable[..., Any]) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_of_a_calls_time_either() -> None:
     script = (
         "import os, signal\n"
