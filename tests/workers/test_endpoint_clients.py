@@ -12,6 +12,7 @@ from contextlib import suppress
 import httpx2
 import pytest
 
+from agentrl.workers.serving import guarded_http
 from agentrl.workers.serving.endpoint_app import CHAT, Limits
 from agentrl.workers.serving.guarded_http import GuardedProtocol
 from agentrl.workflow.store.connect import Database
@@ -29,7 +30,8 @@ def made(sqlite: Database) -> Attempt:
 
 
 @pytest.fixture
-def served(sqlite: Database) -> Iterator[Served]:
+def served(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(guarded_http, "SWEEP_SECONDS", 0.05)
     with endpoint_over(sqlite) as found:
         yield found
 

@@ -101,10 +101,10 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
     return uvicorn.Server(config)
 
 
-async def sweep(connections: set[Any], seconds: float = SWEEP_SECONDS) -> None:
+async def sweep(connections: set[Any]) -> None:
     """Checks all connections again and again."""
     while True:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(SWEEP_SECONDS)
         now = time.monotonic()
         for connection in list(connections):
             if connection.transport is not None:
