@@ -388,11 +388,11 @@ def _hours(seconds: float) -> str:
 
 
 def _describe_model(facts: dict[str, Any], sampled_here: bool) -> dict[str, str]:
-    """How the built-in sampler runs the model, the layers that LoRA trains, and what does not train."""
+    """How the built-in sampler runs the model, the layers that LoRA trains, and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
         plan["lora_layers"] = ", ".join(f"{name} x {count}" for name, count in layers.items())
-    return plan | ({"not trained": " ".join(facts["remarks"])} if facts.get("remarks") else {})
+    return plan | ({"remarks": " ".join(facts["remarks"])} if facts.get("remarks") else {})
 
 
 def _show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import agentrl
 from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.models.gguf_files import dequantise
 from agentrl.workflow.models.lookup import TINY
 from agentrl.workflow.training.supervised import default_recipe, sft
 from bench.gpu import model_file
@@ -98,7 +99,7 @@ def _convert_model(part: Part, model: dict[str, Path]) -> Row:
     converted = not (model["folder"] / "config.json").exists()
     if converted:
         partial = file.with_suffix(".partial")
-        model_file.convert(file, partial)
+        dequantise(file, partial)
         partial.rename(model["folder"])
     return {"name": file.stem, "converted": converted, "seconds": time.perf_counter() - began}
 

@@ -1,10 +1,9 @@
-"""A GGUF model file, cut into two pieces for copying, joined again, and converted to a folder that transformers loads."""
+"""A GGUF model file, cut into two pieces for copying, and joined again."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 PIECE, RECORD = "model.gguf.part", "model.json"
 CHUNK_BYTES = 2**20
@@ -51,25 +50,3 @@ def join(files: Path, target: Path) -> Path:
 def _sha256(file: Path) -> str:
     with file.open("rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-def convert(file: Path, folder: Path) -> int:
-    """Write the model in bfloat16, with its tokenizer, into a folder; return the number of its parameters.
-
-    The weights are those of the quantised file, not of the model that it was made of.
-
-    Raises:
-        ValueError: this transformers keeps the weights of this architecture quantised.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    if not all(tensor.is_floating_point() for tensor in model.state_dict().values()):
-        raise ValueError(f"transformers cannot dequantise a model of the type {model.config.model_type!r}.")
-    model.hf_quantizer = None  # the weights are plain numbers now, and may be saved
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    return int(model.num_parameters())

@@ -24,6 +24,7 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import auto_dtype
 from agentrl.workflow.models.fast_forward import is_supported
+from agentrl.workflow.models.gguf_files import read_gguf_record
 from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
 from agentrl.workflow.models.lora_targets import LoraLayers, choose_linear, count_by_name
@@ -80,7 +81,7 @@ class ModelFacts:
     Args:
         sampler: how the built-in sampler will run it.
         lora_layers: how many layers of each name get an adapter; empty if all weights train.
-        remarks: sentences on what does not train.
+        remarks: sentences on what was dequantised, and on what does not train.
     """
 
     sampler: str
@@ -98,8 +99,8 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
             chat template cannot be rendered, or there is nothing that LoRA could train.
     """
     check_code(config, folder)
-    load_chat(config, folder)
-    longest, _ = context_and_vocabulary(folder, config.trust_remote_code)
+    longest, vocabulary = context_and_vocabulary(folder, config.trust_remote_code)
+    _check_vocabulary(load_chat(config, folder), vocabulary, folder)
     shapes = read_shapes(folder)
     made = build_without_weights(config, folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
@@ -109,7 +110,8 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
     if not shapes.keys() & wanted.keys():
         raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
     layers = count_by_name(find_lora_layers(config, made).names) if lora_rank(config, folder) else {}
-    return ModelFacts(_describe_sampler(config, made, longest), layers, _remark_on_experts(made) if layers else ())
+    remarks = (*_remark_on_gguf(folder), *(_remark_on_experts(made) if layers else ()))
+    return ModelFacts(_describe_sampler(config, made, longest), layers, remarks)
 
 
 def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
@@ -123,9 +125,21 @@ def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
     return "transformers' forward pass, all rows at once"
 
 
+def _remark_on_gguf(folder: Path) -> tuple[str, ...]:
+    record = read_gguf_record(folder)
+    return (f"The weights are those of {record['file']}, dequantised to {record['dtype']}.",) if record else ()
+
+
 def _remark_on_experts(model: Any) -> tuple[str, ...]:
     fused = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
     return ("The experts are sampled as they are: LoRA trains none of them.",) if fused else ()
+
+
+def _check_vocabulary(chat: Chat, vocabulary: int, folder: Path) -> None:
+    """Raises ModelError for a tokenizer that is not the model's; tokens that were added to one may exceed the vocabulary."""
+    if chat.tokenizer.vocab_size > vocabulary:
+        said = f"The tokenizer in {str(folder)!r} has {chat.tokenizer.vocab_size:,} tokens, the model only {vocabulary:,}"
+        raise ModelError(f"{said}: it belongs to another model.", _COPY)
 
 
 def build_without_weights(config: ModelConfig, folder: Path) -> Any:

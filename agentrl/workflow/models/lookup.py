@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from agentrl.workflow.checkpoints.sealed_folder import RECORD, sha256_file
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConflictError, ModelError
+from agentrl.workflow.models.gguf_files import SUFFIX, folder_of_gguf
 from agentrl.workflow.models.headers import ModelFiles, Shapes, checked_shape, read_config, read_model_files, read_shapes
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime import hub
@@ -40,10 +41,10 @@ _TEXT_FILES = (
 
 
 def resolve_model(name: str, dataset: str) -> str:
-    """The folder, or hub name, that a model's name means for runs on that dataset.
+    """The folder, or hub name, that a model's name means for runs on that dataset; of a GGUF file, the folder made of it.
 
     Raises:
-        ModelError: the tiny model for this dataset has not been made yet.
+        ModelError: the tiny model for this dataset has not been made yet, or a GGUF file is no model.
         ConfigError: there is no such dataset.
     """
     folder = settings().models_dir / (sft_model_name(name, dataset) if name == TINY else name)
@@ -51,6 +52,8 @@ def resolve_model(name: str, dataset: str) -> str:
         return str(folder.resolve())
     if name == TINY:
         raise _no_tiny(dataset)
+    if name.endswith(SUFFIX):
+        return str(folder_of_gguf(Path(name).expanduser()))
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
 
 
