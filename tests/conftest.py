@@ -32,6 +32,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: tests and their workers run side by side
 
 LONGEST = (
+    "test_document_blocks",
     "test_faults_other_worlds", "test_faults_f_to_z", "test_faults_a_to_e", "test_clients", "test_machines", "test_run",
     "test_gpu", "test_requirements", "test_overlap", "test_trl", "test_mission", "test_driver_reader", "test_matrix",
     "test_cli", "test_sandbox_backends", "test_hostile", "test_forks", "test_format_runs", "test_verify_episode",

@@ -31,7 +31,8 @@ from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.faults.test_mending import a_worker, do_jobs
-from tests.project.documents import DOCS, between
+from tests.project.documents import DOCS
+from tests.support.document_blocks import read_blocks
 from tests.support.played_runs import value, values
 from tests.support.small_models import tiny_calling
 from tests.support.traces import ANSWER, ASKED, CALL, TOOLS, document, flat, parts, reward, rollout, span, write
@@ -223,7 +224,7 @@ def test_what_a_resource_says_at_length_names_no_episode_and_takes_no_time() -> 
 def test_the_adapter_shown_reads_what_only_it_knows(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = between(DOCS / "how-to.md", "adapter", "python")
+    (code,) = (block.text for block in read_blocks(DOCS / "how-to.md") if block.file == "my_adapter.py")
     (tmp_path / "my_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     file = write(tmp_path / "t.jsonl", [span(1, "ask", {"question": "2+3?", "said": "FIVE"})])

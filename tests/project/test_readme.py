@@ -1,18 +1,15 @@
-"""What the documents show is true: queries run, plug-ins work, the tree is the tree."""
+"""What the documents show is true: queries run, the tree is the tree."""
 
 import re
 import subprocess
 from pathlib import Path
 
-import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.algorithms import gradients
-from agentrl.workflow.plugins import find, names
+from agentrl.workflow.plugins import names
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.trajectory import Episode, Message, Step, Task
 from tests.project.documents import DOCS, ROOT, between, section
-from tests.support.small_models import tiny_calling
 
 
 def test_six_queries_are_shown_and_run_on_both_databases(database: Database) -> None:
@@ -21,37 +18,6 @@ def test_six_queries_are_shown_and_run_on_both_databases(database: Database) -> 
     for query in queries:
         with database.read() as tx:
             tx.execute(text(query)).all()
-
-
-def test_the_plugins_shown_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for code in between(DOCS / "how-to.md", "plugins", "python"):
-        name = re.match(r"# workflow/\w+/(\w+)\.py", code)
-        assert name
-        (tmp_path / f"{name[1]}.py").write_text(code)
-    assert find("tools", "word_count:word_count").call({"text": "so much depends"}) == "3"
-    turn = Step(0, (), (), (), (), "stop", Message("assistant", "three words here"), 0)
-    episode = Episode(Task("k", (), ""), steps=(turn,), status="done", stop_reason="answered")
-    assert find("rewards", "short_answer:short_answer")(episode) == 1.0
-    assert find("envs", "counting:counting").rewards["short_answer"] == 0.1
-    assert [task.reference for task in find("datasets", "poems:poems").load("train")] == ["3", "5"]
-
-
-def test_the_first_plugin_scores_an_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (code,) = between(DOCS / "tutorial.md", "first plug-in", "python")
-    (tmp_path / "mine.py").write_text(code)
-    said = [Step(0, (), (), (), (), "stop", Message("assistant", answer), 0) for answer in ("-31", "It is -31.")]
-    episodes = [Episode(Task("k", (), ""), steps=(step,), status="done", stop_reason="answered") for step in said]
-    assert [find("rewards", "mine:brief")(episode) for episode in episodes] == [1.0, 0.0]
-
-
-def test_the_policy_asked_from_python_answers(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (home / "models").mkdir(parents=True)
-    tiny_calling(tmp_path).rename(home / "models" / "tiny-arithmetic")
-    (code,) = between(DOCS / "how-to.md", "python", "python")
-    exec(compile(code, "how-to.md", "exec"), {})
-    assert "torch.Size([1, " in capsys.readouterr().out
 
 
 def paths(tree: str) -> set[str]:
