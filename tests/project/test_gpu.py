@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from bench.faults.fork_server import FORKED, Nursery
 from bench.gpu import __main__ as program
 from bench.gpu import machine, memory, model_file, part, prepare, shapes, summary, wheels
 from bench.performance.memory import PLANS
@@ -42,9 +45,19 @@ def carry(folder: Path, file: Path) -> None:
     model_file.split(file, folders, [file.stat().st_size // 2])
 
 
+@pytest.fixture
+def forked_parts(forks: Nursery) -> Iterator[None]:
+    """Fork the calls, their parts, and the stacks that parts start."""
+    server = replace(forks.server, forked_by_children=(*FORKED, "bench.gpu", "bench.gpu.machine"))
+    with replace(forks, server=server).forking_programs():
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["1", "2", "3"])
-def test_gpu_check_measures_every_part_of_a_call(call: str, tmp_path: Path) -> None:
+def test_gpu_check_measures_every_part_of_a_call(call: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if call != "1":  # that call shows that a bare interpreter suffices, and measures memory
+        request.getfixturevalue("forked_parts")
     write_gguf(tmp_path / "random.gguf")
     carry(tmp_path, tmp_path / "random.gguf")
     code, output = run_check(tmp_path, call)
