@@ -361,6 +361,13 @@ PROGRAM = "cmd:"
 CLIENTS = "clients"
 """The agent of a run of the kind `serve`: whoever calls."""
 
+LOOP_LIMITS = {
+    "max_steps": "agent.max_calls bounds it",
+    "max_tool_calls": "it runs its calls itself",
+    "last_turn": "it decides what the model reads",
+}
+"""Keys of `rollout` that only the built-in loop reads -> why an agent does not."""
+
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -496,12 +503,7 @@ class RunConfig(Section):
         if self.tools or self.served_tools:
             raise ValueError("tools are offered by the built-in loop: an agent brings its own")
         defaults = RolloutConfig.model_fields
-        instead = {
-            "max_steps": "agent.max_calls bounds it",
-            "max_tool_calls": "it runs its calls itself",
-            "last_turn": "it decides what the model reads",
-        }
-        for name, said in instead.items():
+        for name, said in LOOP_LIMITS.items():
             if getattr(self.rollout, name) != defaults[name].default:
                 raise ValueError(f"rollout.{name} does nothing with an agent: {said}")
         return self

@@ -56,7 +56,8 @@ RULES = Rules(
         Replacement(r"--steps 250", "--steps 120 --learning-rate 5e-3", "half a minute of training"),
         Replacement(r"-n (256|200)\b", "-n 8", "hundreds of episodes"),
         Replacement(r"--max-tasks 64", "--max-tasks 8", "hundreds of episodes"),
-        Replacement(r"(--epochs |epochs=)[23]\b", r"\g<1>1", "hundreds of episodes"),
+        # The run `math` is long enough to be paused before it ends.
+        Replacement(r"(--epochs |epochs=)[23]\b(?! --name math)", r"\g<1>1", "hundreds of episodes"),
         Replacement(r"critic: gpt-4o-mini", "rounds: 1\n  critic: gpt-4o-mini", "hundreds of episodes"),
         Replacement(r'"critic": "gpt-4o-mini"', '"critic": "gpt-4o-mini", "rounds": 1', "hundreds of episodes"),
         Replacement(r"^agentrl submit --from-", f"{AS_STORED} agentrl submit --from-", "other settings than the episodes'"),

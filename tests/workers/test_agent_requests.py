@@ -208,10 +208,15 @@ def test_the_tools_of_the_env_are_not_offered_beside_an_agent() -> None:
 
 
 def test_another_agent_of_an_evaluation_takes_the_loops_options_back() -> None:
-    trained = build({"tools": ["python"], "rollout.max_steps": 9, "env": "arithmetic"})
+    limits = {"rollout.max_steps": 9, "rollout.max_tool_calls": 3, "rollout.last_turn": "ask"}
+    assert limits.keys() == {f"rollout.{name}" for name in LOOP_LIMITS}
+    trained = build({"tools": ["python"], "env": "arithmetic", **limits})
     first = eval_config(trained, None, "test", None, {}, agent={"name": f"{HERE}:solve", "network": None})
     assert first.agent == AgentConfig(name=f"{HERE}:solve")
-    assert (first.tools, first.rollout.max_steps) == ((), 4)
+    assert (first.tools, {getattr(first.rollout, name) == getattr(RolloutConfig(), name) for name in LOOP_LIMITS}) == (
+        (),
+        {True},
+    )
     sandboxed = eval_config(first, None, "test", None, {}, agent={"sandbox": True})
     assert sandboxed.agent == AgentConfig(name=f"{HERE}:solve", sandbox=True)
     assert eval_config(first, None, "test", None, {}).agent == first.agent

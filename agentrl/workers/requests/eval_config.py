@@ -5,7 +5,7 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
-from agentrl.workflow.config import RunConfig, build, flatten
+from agentrl.workflow.config import LOOP_LIMITS, RunConfig, build, flatten
 from agentrl.workflow.datasets import is_file, load_tasks
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
@@ -19,7 +19,7 @@ TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.")
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
 """Keys of the section `rollout` on the number and time of episodes, which do not affect their contents."""
 
-LOOP_KEYS = ("tools", "served_tools", "rollout.max_steps", "rollout.max_tool_calls")
+LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
 """Keys that the built-in loop reads and an agent does not."""
 
 SINGLE_PASS = {"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
