@@ -391,7 +391,9 @@ def _describe_model(facts: dict[str, Any], sampled_here: bool) -> dict[str, str]
     """How the built-in sampler runs the model, the layers that LoRA trains, and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
+        trained = facts["trained"]
         plan["lora_layers"] = ", ".join(f"{name} x {count}" for name, count in layers.items())
+        plan["lora_trains"] = f"{trained['trainable']:,} of {trained['all']:,} parameters"
     return plan | ({"remarks": " ".join(facts["remarks"])} if facts.get("remarks") else {})
 
 

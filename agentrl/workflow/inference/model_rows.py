@@ -24,7 +24,7 @@ from agentrl.workflow.inference.sampling import sample
 from agentrl.workflow.inference.slot_rows import SlotRows
 from agentrl.workflow.models.cache_layout import CacheLayout, read_layout
 from agentrl.workflow.models.device_errors import classify
-from agentrl.workflow.models.logprobs import causal_model
+from agentrl.workflow.models.logprobs import causal_model, token_logprobs
 from agentrl.workflow.models.policy import Policy
 
 log = getLogger("agentrl.engine")
@@ -32,8 +32,8 @@ log = getLogger("agentrl.engine")
 SERVER_HINT = "Sample with a server that runs it: --engine openai."
 
 HALF_ROUNDING, ROUNDING = 0.1, 1e-3
-"""The largest mean difference of logits that counts as rounding, relative to their standard deviation, in half precision and
-otherwise. A wrong cache makes about 1."""
+"""The largest mean difference that counts as rounding, relative to the standard deviation, in half precision and otherwise. A
+wrong cache makes about 1."""
 
 
 class Kept(Protocol):
@@ -149,23 +149,30 @@ class _Expected:
 
     rows: tuple[tuple[int, ...], tuple[int, ...]]
     logits: tuple[Tensor, Tensor]
+    rounding: float
 
     @classmethod
     def of(cls, policy: Policy) -> "_Expected":
         most = min(policy.vocabulary, 100)
-        short, long = (tuple((3 + step * number) % most for number in range(length)) for step, length in ((7, 8), (11, 14)))
+        short, long = (tuple((3 + step * number) % most for number in range(length)) for step, length in ((7, 9), (11, 20)))
         if policy.max_context < len(long):
             raise ModelError(f"The model reads only {policy.max_context} tokens.")
         with policy.sampling() as model:
             logits = [
                 model(input_ids=torch.tensor([row], device=policy.device), use_cache=False).logits[0]
-                for row in (short, long, long[:9])
+                for row in (short, long, long[:13])
             ]
+            ids = torch.tensor([long], device=policy.device)
+            trained, _ = token_logprobs(model, ids, torch.ones_like(ids))
+            rounding = ROUNDING if causal_model(model).dtype in (torch.float32, torch.float64) else HALF_ROUNDING
         if any(bool(each.isnan().any()) for each in logits):
             raise nan_error()
-        if not _agree(logits[2], logits[1][:9]):
+        if not _agree(logits[2], logits[1][:13], rounding):
             raise ModelError("The model is not causal: a token's logits depend on later tokens.", SERVER_HINT)
-        return cls((short, long), (logits[0], logits[1]))
+        own = logits[1][:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        if not _agree(trained[0], own, rounding):
+            raise ModelError("The model numbers positions in a way of its own, which training does not know.", SERVER_HINT)
+        return cls((short, long), (logits[0], logits[1]), rounding)
 
 
 def _try_out(rows: ModelRows, expected: _Expected) -> str:
@@ -187,20 +194,21 @@ def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
         known.append(torch.stack([of_short[at_short], of_long[at_long]]))
 
     try:
-        rows.read(0, [short[:3], long[:6]])
-        step(3, 6)
-        step(4, 7)
+        rows.read(0, [short[:3], long[:10]])
+        for number in range(4):
+            step(3 + number, 10 + number)
         if resumes:
-            rows.resume(2, [(rows.take(1, 8), long[8:11])])
-            found.append(_step(rows, (short, 5), (long, 8), (long, 11)))
-            known.append(torch.stack([of_short[5], of_long[8], of_long[11]]))
-            rows.drop(1, 2, 12, broken=False)
-            step(6, 12)
+            rows.resume(2, [(rows.take(1, 14), long[14:17])])
+            found.append(_step(rows, (short, 7), (long, 14), (long, 17)))
+            known.append(torch.stack([of_short[7], of_long[14], of_long[17]]))
+            rows.drop(1, 2, 18, broken=False)
+            step(8, 18)
     except Exception as error:
         if classify(error) != "other":
             raise
         return _sentence(error)
-    return "" if all(map(_agree, found, known)) else "its cache cannot be continued exactly"
+    agree = all(_agree(*pair, expected.rounding) for pair in zip(found, known, strict=True))
+    return "" if agree else "its cache cannot be continued exactly"
 
 
 def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
@@ -209,8 +217,7 @@ def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
     return rows.next_logits(newest, torch.tensor([read for _, read in tokens]))
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    rounding = ROUNDING if found.dtype in (torch.float32, torch.float64) else HALF_ROUNDING
+def _agree(found: Tensor, expected: Tensor, rounding: float) -> bool:
     found, expected = found.double(), expected.double()
     return bool((found - expected).abs().mean() <= rounding * expected.std())
 

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -29,6 +29,7 @@ from agentrl.workflow.models.headers import read_shapes
 from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
 from agentrl.workflow.models.lora_targets import LoraLayers, choose_linear, count_by_name
 from agentrl.workflow.models.memory import return_freed_memory
+from agentrl.workflow.models.parameters import Parameters, count_trained
 from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.tool_formats import AUTO
 
@@ -68,7 +69,11 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
         _translate_attention(config),
         return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_options(config.trust_remote_code), **extra)
+        options = {**_options(config.trust_remote_code), **extra, "output_loading_info": True}
+        loaded: tuple[Any, Any] = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)  # type: ignore[assignment]
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"The files in {str(folder)!r} lack {len(missing)} weights of the model, such as {missing[0]}.", _COPY)
     # torch gives the padding token's embedding no gradient; it must have one if that token also ends turns.
     setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010 - mypy takes it for a tensor
     return _disable_repacking(model) if config.load_in_4bit else model
@@ -81,11 +86,13 @@ class ModelFacts:
     Args:
         sampler: how the built-in sampler will run it.
         lora_layers: how many layers of each name get an adapter; empty if all weights train.
+        trained: the parameters that train, of all.
         remarks: sentences on what was dequantised, and on what does not train.
     """
 
     sampler: str
     lora_layers: Mapping[str, int]
+    trained: Parameters
     remarks: tuple[str, ...]
 
 
@@ -107,11 +114,14 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
     other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
     if other:
         raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
-    if not shapes.keys() & wanted.keys():
+    if {_place(name) for name in shapes}.isdisjoint(_place(name) for name in wanted):
         raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
-    layers = count_by_name(find_lora_layers(config, made).names) if lora_rank(config, folder) else {}
+    rank = lora_rank(config, folder)
+    layers = find_lora_layers(config, made) if rank else None
+    counts = count_by_name(layers.names) if layers else {}
+    trained = count_trained(made.num_parameters(), rank, layers)
     remarks = (*_remark_on_gguf(folder), *(_remark_on_experts(made) if layers else ()))
-    return ModelFacts(_describe_sampler(config, made, longest), layers, remarks)
+    return ModelFacts(_describe_sampler(config, made, longest), counts, trained, remarks)
 
 
 def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
@@ -133,6 +143,11 @@ def _remark_on_gguf(folder: Path) -> tuple[str, ...]:
 def _remark_on_experts(model: Any) -> tuple[str, ...]:
     fused = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
     return ("The experts are sampled as they are: LoRA trains none of them.",) if fused else ()
+
+
+def _place(name: str) -> str:
+    """A weight's place in its layer: a model with several parts may keep its text layers under another name."""
+    return name.rpartition("layers.")[2]
 
 
 def _check_vocabulary(chat: Chat, vocabulary: int, folder: Path) -> None:
@@ -170,7 +185,11 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
             default, which its config names one by one, one suffices.
     """
     head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    linear = {
+        name: _width(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
     if config.lora_targets == (ALL_LINEAR,):
         inside = {f"{part}.{name}" if part else name for part, name in _decoder_modules(model)}
         chosen = choose_linear([name for name in linear if name in inside], {name for name, _ in model.named_parameters()})
@@ -180,15 +199,22 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
         chosen = [name for name in linear if name.endswith(ends) or name in config.lora_targets]
         missing = [target for target in config.lora_targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
     if chosen and (not missing or config.lora_targets == PROJECTIONS):
-        return LoraLayers.of(chosen, (name for name, _ in model.named_modules()))
+        return LoraLayers.of({name: linear[name] for name in chosen}, (name for name, _ in model.named_modules()))
     there = ", ".join(sorted(count_by_name(linear))[:20])
     said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
     raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
 
 
+def _width(layer: Any) -> int:
+    """The number of a linear layer's inputs and outputs."""
+    return int(layer.in_features + layer.out_features if isinstance(layer, nn.Linear) else sum(layer.weight.shape))
+
+
 def _decoder_modules(model: Any) -> list[tuple[str, str]]:
     """(name of the decoder in the model, name in the decoder) of each module of the language model's decoder."""
     decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # some models call their head so
+        decoder = model
     place = next(name for name, module in model.named_modules() if module is decoder)
     return [(place, name) for name, _ in decoder.named_modules()]
 

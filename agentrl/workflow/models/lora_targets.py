@@ -3,14 +3,16 @@
 Nothing here needs torch: names and shapes come from a loaded model or from the headers of its files.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.workflow.config import ALL_LINEAR
 from agentrl.workflow.models.headers import Shapes
 
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of layers that choose experts: training them with an adapter makes the choice unstable."""
+LEFT_OUT = frozenset({"gate", "router", "shared_expert_gate", "indexer", "encoder_attn"})
+"""Parts of models that get no adapter: layers that choose experts, whose choice an adapter makes unstable; layers that choose
+keys, which get no gradient; attention to an encoder, which a decoder alone has not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +22,19 @@ class LoraLayers:
     Args:
         names: their full names.
         targets: names that choose these layers and no others: the last ones where that suffices.
+        width: the number of weights that an adapter of rank 1 has.
     """
 
     names: tuple[str, ...]
     targets: tuple[str, ...]
+    width: int
 
     @classmethod
-    def of(cls, chosen: Sequence[str], modules: Iterable[str]) -> "LoraLayers":
-        """The chosen ones among all modules of a model."""
+    def of(cls, chosen: Mapping[str, int], modules: Iterable[str]) -> "LoraLayers":
+        """The chosen ones among all modules of a model; `chosen`: layer -> its inputs and outputs."""
         last = tuple(count_by_name(chosen))
         taken = {_last(name) for name in set(modules) - set(chosen)}
-        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last)
+        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()))
 
 
 _NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
@@ -40,14 +44,14 @@ _NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
 def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
     """Return the layers of LoRA's default among the linear layers of a decoder.
 
-    Routers are left out; so are the output and step-size layers of Mamba, whose kernels read the weights and would pass an
-    adapter by.
+    The parts in `LEFT_OUT` get none, nor do the output and step-size layers of Mamba, whose kernels read the weights past an
+    adapter.
 
     Args:
         names: of the linear layers, without the head.
         siblings: names of all parameters of the model; Mamba's layers have one called `D`.
     """
-    return [name for name in names if not ROUTERS & set(name.split(".")) and not _is_read_by_kernel(name, siblings)]
+    return [name for name in names if not LEFT_OUT & set(name.split(".")) and not _is_read_by_kernel(name, siblings)]
 
 
 def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:

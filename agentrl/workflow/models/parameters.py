@@ -10,7 +10,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.headers import ModelFiles, read_model_files
 from agentrl.workflow.models.lookup import lora_rank
-from agentrl.workflow.models.lora_targets import adapted_shapes
+from agentrl.workflow.models.lora_targets import LoraLayers, adapted_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +26,12 @@ class Parameters:
     def __str__(self) -> str:
         share = 100 * self.trainable / self.all
         return f"trainable params: {self.trainable:,} || all params: {self.all:,} || trainable%: {share:.4f}"
+
+
+def count_trained(base: int, rank: int, layers: LoraLayers | None) -> Parameters:
+    """Count the parameters of a base with LoRA of that rank on these layers; without any, all train."""
+    adapters = rank * layers.width if layers else 0
+    return Parameters(adapters or base, base + adapters)
 
 
 def count_parameters(module: "nn.Module") -> Parameters:

@@ -35,7 +35,7 @@ from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
 from agentrl.workflow.models.lora_targets import LoraLayers, count_by_name
 from agentrl.workflow.models.memory_estimate import COPY_LIMIT
-from agentrl.workflow.models.parameters import count_in_files
+from agentrl.workflow.models.parameters import count_trained
 from agentrl.workflow.trajectory import PolicyRef
 
 if TYPE_CHECKING:
@@ -203,9 +203,10 @@ class Policy:
         """What a run records of its adapters: how many layers of each name have one, and the numbers of parameters."""
         if self.kind == "full":
             return {}
-        counts = count_in_files(self.config, self.folder)
-        sizes = {"trained": counts.trainable, "parameters": counts.all} if counts is not None else {}
-        return {"lora": {"layers": count_by_name(self.lora_layers.names), **sizes}}
+        base = loading.build_without_weights(self.config, self.folder).num_parameters()
+        counts = count_trained(base, self.rank, self.lora_layers)
+        layers = count_by_name(self.lora_layers.names)
+        return {"lora": {"layers": layers, "trained": counts.trainable, "parameters": counts.all}}
 
     def lora_config(self) -> "LoraConfig":
         """PEFT's config of the adapters."""
