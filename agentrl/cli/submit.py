@@ -161,9 +161,7 @@ def submit(
         typer.Option("--wait/--detach", help="Follow the run to its end / submit it even without workers.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="With --dry-run: load the model, and sample one token with the built-in sampler.")
-    ] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: load the model and sample one token.")] = False,
     as_json: Json = False,
 ) -> None:
     """Start a training run; prints its name."""

@@ -148,7 +148,7 @@ class RolloutConfig(Section):
     engine: str = Field("rolling", description="What samples: a file of workflow/engines, or package.module:name")
     group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
     tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature, the trainer's too")
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and training")
     top_k: int = Field(
         0, ge=0, le=MOST, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens"
     )
