@@ -32,6 +32,7 @@ from tests.support.real_stack import Stack, children_of
 
 BUILD = Path("build/learn-real")
 RUN = "learn"
+MODELS = {"smollm": "SmolLM2-135M-Instruct", "qwen": "Qwen2.5-Coder-0.5B-Instruct"}
 TRAIN, TEST = "train.jsonl", "test.jsonl"
 
 
@@ -40,7 +41,7 @@ class Cell:
     """One line of the table: what is trained, how, and how often. Its config is fixed: a changed cell is another cell.
 
     Args:
-        model: `smollm` or `qwen`.
+        model: a name of `MODELS`.
         iterations: its length.
         seeds: one run each.
         words: what is typed after `agentrl submit`, but for the model, the length and the seed.
@@ -132,7 +133,7 @@ def play(name: str, seed: int, model: str, cell: Cell, folder: Path) -> dict[str
         return {
             "cell": name,
             "seed": seed,
-            "model": Path(model).name,
+            "model": MODELS[cell.model],
             "trainer": cell.trainer,
             "typed": " ".join(cell.words),
             "iterations": cell.iterations,
