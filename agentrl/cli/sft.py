@@ -70,7 +70,7 @@ def sft(
     lora_dropout: Annotated[float | None, typer.Option(help="Dropout on the LoRA input [0].", show_default=False)] = None,
     lora_targets: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all projections].", show_default=False),
+        typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all of the decoder].", show_default=False),
     ] = None,
     lora: Annotated[
         Literal["continue", "new"], typer.Option(help="LoRA of RUN@V: continue it, or merge it and begin a new one.")

@@ -142,7 +142,7 @@ def _remark_on_gguf(folder: Path) -> tuple[str, ...]:
 
 def _remark_on_experts(model: Any) -> tuple[str, ...]:
     fused = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
-    return ("The experts are sampled as they are: LoRA trains none of them.",) if fused else ()
+    return ("LoRA trains no experts, and no layers with their names.",) if fused else ()
 
 
 def _place(name: str) -> str:
@@ -199,7 +199,9 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
         chosen = [name for name in linear if name.endswith(ends) or name in config.lora_targets]
         missing = [target for target in config.lora_targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
     if chosen and (not missing or config.lora_targets == PROJECTIONS):
-        return LoraLayers.of({name: linear[name] for name in chosen}, (name for name, _ in model.named_modules()))
+        modules = dict(model.named_modules())
+        transposed = any(isinstance(modules[name], Conv1D) for name in chosen)
+        return LoraLayers.of({name: linear[name] for name in chosen}, modules, transposed)
     there = ", ".join(sorted(count_by_name(linear))[:20])
     said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
     raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
@@ -234,6 +236,7 @@ def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConf
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int; only divided by r
         lora_dropout=config.lora_dropout,
         target_modules=list(layers.targets),
+        fan_in_fan_out=layers.transposed,
         task_type="CAUSAL_LM",
     )
 
@@ -249,7 +252,7 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return int(next((limit for limit in limits if limit), MOST)), int(config.vocab_size)
+    return next((int(limit) for limit in limits if limit and limit > 0), MOST), int(config.vocab_size)
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:

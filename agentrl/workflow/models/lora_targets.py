@@ -23,19 +23,24 @@ class LoraLayers:
         names: their full names.
         targets: names that choose these layers and no others: the last ones where that suffices.
         width: the number of weights that an adapter of rank 1 has.
+        transposed: the layers keep their weights as (inputs, outputs), as GPT-2's do.
     """
 
     names: tuple[str, ...]
     targets: tuple[str, ...]
     width: int
+    transposed: bool
 
     @classmethod
-    def of(cls, chosen: Mapping[str, int], modules: Iterable[str]) -> "LoraLayers":
+    def of(cls, chosen: Mapping[str, int], modules: Iterable[str], transposed: bool) -> "LoraLayers":
         """The chosen ones among all modules of a model; `chosen`: layer -> its inputs and outputs."""
         last = tuple(count_by_name(chosen))
         taken = {_last(name) for name in set(modules) - set(chosen)}
-        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()))
+        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()), transposed)
 
+
+EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names that PEFT takes for those of experts in a model that has experts, though other layers have them too."""
 
 _NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
 """Parts of names of what is no linear layer of the decoder, where only a file's names are known."""
@@ -45,13 +50,15 @@ def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
     """Return the layers of LoRA's default among the linear layers of a decoder.
 
     The parts in `LEFT_OUT` get none, nor do the output and step-size layers of Mamba, whose kernels read the weights past an
-    adapter.
+    adapter. In a model with experts, other layers with names of experts get none either.
 
     Args:
         names: of the linear layers, without the head.
         siblings: names of all parameters of the model; Mamba's layers have one called `D`.
     """
-    return [name for name in names if not LEFT_OUT & set(name.split(".")) and not _is_read_by_kernel(name, siblings)]
+    hidden = EXPERT_NAMES if any(".experts." in name for name in siblings) else frozenset()
+    kept = [name for name in names if not LEFT_OUT & set(name.split(".")) and _last(name) not in hidden]
+    return [name for name in kept if not _is_read_by_kernel(name, siblings)]
 
 
 def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:

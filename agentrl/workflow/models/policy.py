@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_file, weights_of
-from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.cache_layout import read_layout
@@ -259,7 +259,18 @@ class Policy:
             torch.manual_seed(int(self.base_hash[:8], 16))
             model = get_peft_model(loaded, lora, adapter_name="policy")
             model.add_adapter("sampler", lora)
+        self._check_places(model)
         return {"policy": model, "sampler": model}
+
+    def _check_places(self, model: Any) -> None:
+        """Checks that PEFT gave adapters to the layers that the plan names; an older run's default is left to PEFT."""
+        names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+        got = {name.partition(".lora_A.")[0].removeprefix("base_model.model.") for name in names}
+        if got != set(self.lora_layers.names) and self.config.lora_targets != PROJECTIONS:
+            other = sorted(got ^ set(self.lora_layers.names))[0]
+            raise ModelError(
+                f"PEFT places adapters otherwise in this model: {other}.", "Set model.lora_targets to other layers."
+            )
 
     def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
         sampler = _freeze(copy.deepcopy(loaded))
