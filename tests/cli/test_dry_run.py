@@ -1,6 +1,7 @@
 """`submit --dry-run`: the size and memory of a model first, then the checks, each with its time; the hub is real but local."""
 
 import json
+import math
 import re
 import socket
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.parameters import count_in_files
 from agentrl.workflow.runtime import hub
 from tests.cli.test_cli import process
+from tests.support.families import FAMILIES, save_random
 from tests.support.small_models import tiny_random
 
 NAME = "someone/small"
@@ -95,6 +98,25 @@ def test_dry_run_tells_size_and_memory_before_its_checks(
         "workers",
     ]
     assert not home.exists()
+
+
+@pytest.mark.usefixtures("forked_programs", "home")
+def test_dry_run_probe_samples_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_random(tmp_path / "model", FAMILIES["Qwen3.5"]())
+    asked = ["submit", "--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", "--probe"]
+    assert main([*asked, "--dry-run", "--json"]) == 0
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)
+    assert "checked one token" in shown.err
+    assert plan["sampler"] == "one slot for each row"
+    assert plan["lora_layers"].startswith("out_proj x 1, in_proj_qkv x 1")
+    assert plan["lora_trains"] == "4,512 of 47,328 parameters"
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight * math.nan for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert main([*asked, "--dry-run"]) == 8
+    assert "The model returned NaN instead of logits." in capsys.readouterr().err
+    assert main(asked) == 2
+    assert "--probe goes with --dry-run." in capsys.readouterr().err
 
 
 @pytest.mark.slow

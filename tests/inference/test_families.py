@@ -1,5 +1,6 @@
 """Each family that the documents name: sampler and trainer compute the same, turn after turn, before and after an update."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +10,20 @@ import pytest
 import torch
 
 from agentrl.workflow.checkpoints import sealed_folder
-from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.config import ModelConfig, RunConfig, build
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.inference import rolling_engine
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
 from agentrl.workflow.inference.model_rows import ModelRows
 from agentrl.workflow.inference.rolling_engine import RollingEngine
 from agentrl.workflow.inference.sampling import distribution, draw_distance, uniforms
+from agentrl.workflow.models import loading
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.merging import merge_weights
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
+from tests.project.documents import DOCS, rows, section
 from tests.support.families import FAMILIES, save_random
 
 NEAR = 1e-5
@@ -154,3 +157,15 @@ def check_training(family: str, lora_r: int, tmp_path: Path) -> None:
     merged = merge_weights(policy).eval()
     with torch.no_grad():
         assert torch.allclose(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_models_table_says_how_each_family_runs(tmp_path: Path) -> None:
+    table = {family: cells for family, *cells in rows(section(DOCS / "models.md", "## Families"))}
+    assert table.keys() == FAMILIES.keys()
+    for family, (model_type, way, layers) in table.items():
+        folder = save_random(tmp_path / family, FAMILIES[family]())
+        facts = loading.check(ModelConfig.model_validate({"lora_r": 4}), folder)
+        assert facts.sampler.startswith(way)
+        experts = "; no experts" if facts.remarks else ""
+        assert layers == ", ".join(f"`{name}`" for name in facts.lora_layers) + experts
+        assert f"`{json.loads((folder / 'config.json').read_text())['model_type']}`" == model_type

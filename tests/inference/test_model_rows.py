@@ -1,0 +1,114 @@
+"""How the sampler finds a way to run a model, and what it refuses, in a sentence and with nothing lost."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertConfig, PreTrainedConfig
+
+from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
+from agentrl.workflow.inference.model_rows import open_rows, sample_one
+from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.slot_rows import SlotRows
+from agentrl.workflow.models import loading
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.trajectory import PolicyRef
+from tests.support.families import FAMILIES, save_random
+from tests.support.reference_sampler import alone
+
+CONFIG = ModelConfig.model_validate({"lora_r": 0, "dtype": "float32"})
+
+
+def load(folder: Path, config: PreTrainedConfig) -> Policy:
+    return Policy.load(CONFIG, str(save_random(folder, config)), "cpu")
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, way: type[Any]) -> None:
+    """Make a way's logits wrong."""
+    next_logits: Callable[..., Tensor] = way.next_logits
+    monkeypatch.setattr(way, "next_logits", lambda *arguments: next_logits(*arguments).roll(1, -1))
+
+
+def test_open_rows_takes_the_first_way_that_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load(tmp_path, FAMILIES["Qwen3.5"]())
+    for way, wrong in ((SlotRows, SlotRows), (CacheRows, CacheRows), (TokenRows, TokenRows)):
+        rows = open_rows(policy)
+        assert type(rows) is way
+        sample_one(rows, policy)
+        spoil(monkeypatch, wrong)
+    with pytest.raises(ModelError, match=r"cannot run 'qwen3_5_text': its cache cannot be continued exactly\.") as caught:
+        open_rows(policy)
+    assert "--engine openai" in caught.value.hint
+
+
+def test_open_rows_reads_again_what_it_cannot_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load(tmp_path, FAMILIES["Qwen3.5"]())
+    resume = SlotRows.resume
+    monkeypatch.setattr(SlotRows, "resume", lambda self, first, rows: resume(self, first, [(kept, ()) for kept, _ in rows]))
+    rows = open_rows(policy)
+    assert (type(rows), rows.resumes) == (SlotRows, False)
+
+
+def test_open_rows_refuses_a_model_that_is_not_causal(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    policy = load(tmp_path, BertConfig(**sizes, initializer_range=0.2))
+    with pytest.raises(ModelError, match="not causal"):
+        open_rows(policy)
+
+
+def test_open_rows_refuses_weights_that_give_nan(tmp_path: Path) -> None:
+    policy = load(tmp_path, FAMILIES["LFM2"]())
+    with torch.no_grad(), policy.sampling() as model:
+        next(model.parameters()).fill_(math.nan)
+    with pytest.raises(ModelError, match="NaN instead of logits"):
+        open_rows(policy)
+
+
+def test_half_a_model_is_refused(tmp_path: Path) -> None:
+    folder = save_random(tmp_path, FAMILIES["Qwen3.5"]())
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight for name, weight in weights.items() if "layers.1." not in name}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack \d+ weights of the model, such as model\.layers\.1\."):
+        Policy.load(CONFIG, str(folder), "cpu")
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = FAMILIES["Qwen3"]()
+    folder = save_random(tmp_path, config)
+    config.vocab_size = 100
+    config.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"has \d+ tokens, the model only 100: it belongs to another model"):
+        loading.check(CONFIG, folder)
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "gpt-oss"])
+def test_step_that_runs_out_of_memory_changes_no_token(family: str, tmp_path: Path) -> None:
+    """States and caches of a failed step may be changed in part: its rows are read again."""
+    policy = load(tmp_path, FAMILIES[family]())
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    engine = RollingEngine(policy, slots=2)
+    engine.submit(GenerateRequest((5, 6, 7), base, 1, 0, 4, follows_length=True, session=1)).result(60)
+    calls = [0]
+
+    def run_out(module: torch.nn.Module, inputs: object, output: object) -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise torch.OutOfMemoryError("as if")
+
+    with policy.sampling() as model:
+        hook = model.get_submodule("model.layers.0").register_forward_hook(run_out)
+    requests = [GenerateRequest(tuple(range(5, 5 + length)), base, length, 0, 10) for length in (3, 8)]
+    completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    hook.remove()
+    engine.close()
+    assert calls[0] > 6
+    assert [completion.token_ids for completion in completions] == [alone(policy, request).token_ids for request in requests]
