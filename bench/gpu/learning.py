@@ -18,7 +18,7 @@ from typing import Any
 
 import agentrl
 from agentrl.workflow.datasets.arithmetic import arithmetic
-from agentrl.workflow.models.gguf_files import dequantise
+from agentrl.workflow.models.dequantise import dequantise
 from agentrl.workflow.models.lookup import TINY
 from agentrl.workflow.training.supervised import default_recipe, sft
 from bench.gpu import model_file
