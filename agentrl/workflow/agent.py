@@ -18,7 +18,7 @@ MAX_ARGUMENT_CHARACTERS = 65536
 """The most characters of arguments; longer ones are not sent to a tool, and the model is told."""
 
 
-ASK = "Do not call a tool again. What is the answer?"
+QUESTION = Message("user", "Do not call a tool again. What is the answer?")
 """What a policy is asked before its last turn, and after a turn that only repeated calls. Small models go on calling else."""
 
 
@@ -82,7 +82,7 @@ def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message,
         return told
     *before, last = map(_answered_calls, episode.steps)
     is_asked = len(episode.steps) + 1 == limits.max_steps or last <= set[Any]().union(*before)
-    return (*told, Message("user", ASK)) if is_asked else told
+    return (*told, QUESTION) if is_asked else told
 
 
 def _answered_calls(step: Step) -> set[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from sqlalchemy import text
 
 from agentrl.cli.main import main
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.agent import QUESTION
 from agentrl.workflow.analysis.episode_diff import compare
 from agentrl.workflow.analysis.verify_episode import check_rewards, check_tools
 from agentrl.workflow.analysis.verify_tokens import TOLERANCES
@@ -187,7 +188,8 @@ def test_an_edited_fork_reads_its_opening_and_not_what_the_env_says(stack: Stack
     fork = value(stack.database, "SELECT id FROM v_episodes WHERE run = 'edited'")
     assert Asked(capsys, [fork, "--verify", "tools", "--json"], 0).json["tools"]["prompts"] >= 1
     group = value(stack.database, f"SELECT group_id FROM episodes WHERE id = {fork}")
-    with altered(stack.database, "groups", "opening", f"id = {group}", json.dumps([{"role": "tool", "content": "4712"}])):
+    opening = [{"role": "tool", "content": "4712"}, {"role": "user", "content": QUESTION.content}]
+    with altered(stack.database, "groups", "opening", f"id = {group}", json.dumps(opening)):
         found = Asked(capsys, [fork, "--verify", "tools", "--json"], 1).json["tools"]["reading"]
     assert (found["step"], found["recorded"]["content"], found["found"]["content"]) == (1, "4711", "4712")
 

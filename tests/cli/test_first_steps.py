@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def complaint(text: str) -> str:
         if command is not known and getattr(command, "no_args_is_help", False) and words:
             return f"`agentrl {command.name}` has no {words[0]}"
         options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        flags = [word for word in words if re.fullmatch(r"--?[a-z][a-z0-9-]*", word)]
+        asked = [word for before, word in pairwise(("", *words)) if before != "--sort"]  # whose value may be -reward
+        flags = [word for word in asked if re.fullmatch(r"--?[a-z][a-z0-9-]*", word)]
         strange = [flag for flag in flags if flag not in options | {"--help", "-h"}]
         if strange and command is not known:
             return f"`agentrl {said}` has no {strange[0]}"

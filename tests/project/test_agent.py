@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.agent import ASK, CallTools, Finish, Generate, next_action, observe, refusal
+from agentrl.workflow.agent import QUESTION, CallTools, Finish, Generate, next_action, observe, refusal
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.envs import Env
@@ -79,9 +79,6 @@ def test_a_call_that_cannot_be_read_is_an_observation_and_the_episode_goes_on() 
     assert told is not None
     assert told.error_class == "parse_error"
     assert isinstance(after(replace(step, results=(told,))), Generate)
-
-
-QUESTION = Message("user", ASK)
 
 
 def read(*steps: Step, env: Env = ENV, last_turn: str = "ask") -> list[Message]:

@@ -17,6 +17,7 @@ from agentrl.workers.requests.fork_request import OTHER_CODE, ForkRequest, prepa
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.stack import embedded
+from agentrl.workflow.agent import QUESTION
 from agentrl.workflow.config import CriticConfig, build
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, RewardError
 from agentrl.workflow.experiment import Experiment
@@ -126,7 +127,10 @@ def test_a_fork_samples_with_the_policy_of_its_step_unless_another_is_named(stac
 def test_an_edited_message_is_what_the_forks_read(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     _, children = forked(stack, str(parent.id), "--step", "1", "-n", "2", "--edit-message", "7")
-    assert all(child.steps[1].prompt[-1].content == "7" for child in children)
+    assert [message.content for message in parent.steps[1].prompt[1:]] == [QUESTION.content], (
+        "two turns: the second is the last"
+    )
+    assert all([message.content for message in child.steps[1].prompt] == ["7", QUESTION.content] for child in children)
     assert all(child.steps[1].prompt_ids != parent.steps[1].prompt_ids for child in children)
     shown = stack.agentrl("replay", str(children[0].id))
     assert "forked from" in shown

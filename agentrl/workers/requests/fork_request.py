@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
 from agentrl.workers.requests.submission import PreparedRun, manifest, submission_of
+from agentrl.workflow.agent import QUESTION
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ModelError, StateError
 from agentrl.workflow.experiment import Experiment
@@ -89,12 +90,17 @@ def _fork_origin(asked: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """The messages that the forked step reads, with the last one replaced; those of an edited episode as they were stored."""
+    """The messages that the forked step reads, with the last one replaced; those of an edited episode as they were stored.
+
+    The question that asks for an answer stays: what is edited is the result before it.
+    """
     if asked.edit is None:
         first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
         return point.episode.steps[asked.step].prompt if first_own else None
-    *others, last = point.episode.steps[asked.step].prompt
-    return (*others, replace(last, content=asked.edit))
+    read = point.episode.steps[asked.step].prompt
+    question = read[-1:] if len(read) > 1 and read[-1] == QUESTION else ()
+    *others, last = read[: len(read) - len(question)]
+    return (*others, replace(last, content=asked.edit), *question)
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
