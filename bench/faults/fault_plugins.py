@@ -134,5 +134,6 @@ def plain(model: Path) -> dict[str, Any]:
         "rollout.tasks_per_iteration": world.GROUPS,
         "rollout.group_size": world.EPISODES,
         "rollout.max_steps": world.TURNS,
+        "rollout.last_turn": "plain",
         "rollout.max_new_tokens": 24,
     }

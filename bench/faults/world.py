@@ -139,7 +139,7 @@ def planned(env: str) -> int:
 
 def config(model: Path, seed: int, env: str = "world") -> RunConfig:
     """The run in one of the worlds."""
-    loop = {"rollout.max_steps": TURNS, "rollout.dynamic_sampling": 2}
+    loop = {"rollout.max_steps": TURNS, "rollout.last_turn": "plain", "rollout.dynamic_sampling": 2}
     return build(
         {
             **(PPO if env == "critic" else {}),
