@@ -1,7 +1,9 @@
 """The page's own files: small, joined by their imports alone, and with nothing in them that turns a text into markup."""
 
 import gzip
+import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 STATIC = Path(__file__).parents[2] / "agentrl/workers/page/static"
@@ -66,3 +68,25 @@ def test_every_module_is_asked_for_at_once() -> None:
         re.findall(r'<script type="module" src="(.*?)"', page)
     )
     assert asked == wanted
+
+
+SHADE = re.compile(r"\.(\w+-\d) \{ background: color-mix\(in srgb, var\(--(line-\d)\) (\d+)%, transparent\); \}")
+
+
+def luminance(color: Sequence[float]) -> float:
+    """The relative luminance of red, green and blue from 0 to 255 (WCAG 2.2)."""
+    linear = [value / 255 / 12.92 if value <= 10 else ((value / 255 + 0.055) / 1.055) ** 2.4 for value in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_on_every_shade_of_a_token_has_enough_contrast_in_both_themes() -> None:
+    css = (STATIC / "app.css").read_text()
+    shades = SHADE.findall(css)
+    assert len(shades) == 3 * 8
+    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)) for part in css.split('[data-theme="dark"]', 1))
+    for theme in (light, light | dark):
+        color = {name: [int(text[at : at + 2], 16) for at in (1, 3, 5)] for name, text in theme.items()}
+        for (name, line, share), under in itertools.product(shades, ("paper", "sheet")):
+            mixed = [int(share) / 100 * a + (1 - int(share) / 100) * b for a, b in zip(color[line], color[under], strict=True)]
+            low, high = sorted((luminance(mixed), luminance(color["ink"])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, under)
