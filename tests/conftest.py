@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,6 @@ LONGEST = (
 )  # fmt: skip
 """The files that take longest, which start first: one of minutes that started last would be waited for alone."""
 
-IMPORTED_BY_TESTS = (
-    "agentrl.cli.main", "agentrl.workers.page.service", "langchain_openai", "mcp.server.mcpserver", "openai", "peft", "psycopg",
-)  # fmt: skip
-"""Modules that take long to import, and that test files or many processes of tests import."""
-
 _numbers = count()
 
 # No deadline: a busy machine makes any example slow, and pytest's own timeout ends what never ends.
@@ -57,21 +52,6 @@ hypothesis_settings.load_profile("agentrl")
 def pytest_configure() -> None:
     """Ctrl-C is heard by what the tests start, also where a shell runs the tests in its background, which ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Fork the workers of pytest-xdist from one process that has everything imported: each would import for ten seconds.
-
-    What a worker starts is executed, unless a test has `forked_programs`.
-    """
-    from bench.faults.fork_server import nursery
-
-    resources = ExitStack()
-    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="arl-", dir="/tmp")))
-    forks = resources.enter_context(nursery(folder, IMPORTED_BY_TESTS, forked_by_children=()))
-    resources.enter_context(forks.forking_programs())
-    config.add_cleanup(resources.close)
 
 
 def pytest_collection_finish() -> None:

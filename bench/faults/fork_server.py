@@ -192,24 +192,18 @@ def _is_forked(command: Any, modules: Collection[str] | None) -> bool:
 
 
 @contextmanager
-def nursery(folder: Path, modules: Collection[str] = (), forked_by_children: Collection[str] = FORKED) -> Iterator[Nursery]:
-    """Start a fork server, which ends with the block. A process that was forked itself has one already, and uses that.
-
-    Args:
-        folder: for whoever needs one.
-        modules: names of modules to import besides those that workers and commands need.
-        forked_by_children: names of modules that the forked processes fork in turn, if they start them.
-    """
+def nursery(folder: Path) -> Iterator[Nursery]:
+    """Start a fork server, which ends with the block. A process that was forked itself has one already, and uses that."""
     environment = {**os.environ, **ALONE, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
     if _own_server is not None and _own_server.owner == os.getpid():
         yield Nursery(_own_server, folder, environment)
         return
     ours, theirs = socket.socketpair()
-    code = f"from bench.faults.fork_server import main; main({theirs.fileno()}, {[*modules]})"
+    code = f"from bench.faults.fork_server import main; main({theirs.fileno()})"
     command = [sys.executable, "-c", code]
     with ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]):
         theirs.close()
-        yield Nursery(ForkServer(ours, os.getpid(), threading.Lock(), forked_by_children), folder, environment)
+        yield Nursery(ForkServer(ours, os.getpid(), threading.Lock()), folder, environment)
         ours.close()
 
 
@@ -227,10 +221,10 @@ def serve(roles: list[str]) -> None:
     run(roles)
 
 
-def main(descriptor: int, modules: Collection[str]) -> None:
-    """Import what workers and commands need, and these modules; fork what is asked for at the other end of a socket."""
+def main(descriptor: int) -> None:
+    """Import what workers and commands need, and fork what is asked for at the other end of a socket."""
     _site_path.extend(folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    for module in (*loop._PRELOADED, *modules):
+    for module in loop._PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # else each child would look through all of it, again and again
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
