@@ -53,6 +53,11 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 """See `training.losses.aggregate`."""
 
 
+def _is_stored(info: ValidationInfo) -> bool:
+    """Whether the config is read from a store: an older run's stays readable."""
+    return bool(info.context and info.context.get("stored"))
+
+
 class Section(BaseModel):
     """A part of the config: frozen, and strict about its keys."""
 
@@ -215,7 +220,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _reads_formats_up_to_4(cls, tree: Any, info: ValidationInfo) -> Any:
         """Runs up to format 4 had a cap that was null for no correction, and `importance_beyond`."""
-        if not (info.context and info.context.get("stored")) or "importance_beyond" not in tree:
+        if not _is_stored(info) or "importance_beyond" not in tree:
             return tree
         tree = dict(tree)
         method, cap = tree.pop("importance_beyond"), tree.pop("importance_cap", 2.0)
@@ -229,7 +234,7 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"{name} does nothing where kl_coef is 0")
         if self.kl_horizon is not None and self.kl_target is None:
             raise ValueError("kl_horizon does nothing without kl_target")
-        stored = bool(info.context and info.context.get("stored"))  # an older run may have it, and stays readable
+        stored = _is_stored(info)  # an older run may have it, and stays readable
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not stored:
             raise ValueError("k1 in the loss changes nothing: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
         if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
@@ -510,7 +515,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _importance_does_something(self, info: ValidationInfo) -> Self:
-        stored = bool(info.context and info.context.get("stored"))
+        stored = _is_stored(info)
         if self.source.given and self.algorithm.importance in ("truncate", "mask") and not stored:
             raise ValueError("importance does nothing for stored episodes: their ratio is to their sampler already")
         return self

@@ -29,8 +29,10 @@ def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
 
     The gradient does not depend on it but by rounding, and under `numerics: exact` not on the device either.
     """
-    if config.update.microbatch_tokens is not None or policy.device.type != "cuda" or config.model.numerics == "exact":
-        return config.update.microbatch_tokens or MICROBATCH_TOKENS
+    if config.update.microbatch_tokens is not None:
+        return config.update.microbatch_tokens
+    if policy.device.type != "cuda" or config.model.numerics == "exact":
+        return MICROBATCH_TOKENS
     free_cached_blocks(policy.device)
     free, _ = torch.cuda.mem_get_info(policy.device)
     shape = shape_of(config, read_model_files(policy.folder), policy.rank, on_gpu=True)

@@ -58,6 +58,12 @@ def require_finite(loss: float, norm: float) -> None:
         raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
 
 
+def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
+    """The report of an update of which nothing is left."""
+    bad = isinstance(error, NotFinite)
+    return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
+
+
 class Trainer:
     """Updates a policy, and holds what outlives an update: optimizer, rates, critic, weight of the KL, loss scale, counters.
 
@@ -106,8 +112,7 @@ class Trainer:
             try:
                 steps = self._take_steps(prepared, iteration)
             except Unusable as error:
-                bad = isinstance(error, NotFinite)
-                return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
+                return _undone(prepared, error)
         self.iteration = iteration
         self.updates += 1
         steps = [{**step, **prepared.beside} for step in steps]
@@ -139,10 +144,7 @@ class Trainer:
                 gradient = self._flat_gradient()
                 after = self._accumulate(replace(prepared, known=replace(prepared.known, start=start)), first, learns=False)
             except Unusable as error:
-                bad = isinstance(error, NotFinite)
-                return UpdatePreview(
-                    Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
-                )
+                return UpdatePreview(_undone(prepared, error))
             finally:
                 self._restore(*before)
                 self._optimizer.zero_grad()
