@@ -16,8 +16,8 @@ import platform
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,24 +205,22 @@ def _once(file: Path, make: Callable[[], Mapping[str, Any]]) -> Any:
     return json.loads(file.read_text())
 
 
-class _processor_time:  # noqa: N801 - used as a function
-    """Adds the processor seconds of the stack and of this process's children to the cell's sum, also after Ctrl-C."""
+@contextmanager
+def _processor_time(stack: Stack, folder: Path) -> Iterator[None]:
+    """Add the processor seconds of the stack and of this process's children to the cell's sum, also after Ctrl-C."""
+    file, began = folder / "processor.json", _spent(stack)
+    try:
+        yield
+    finally:
+        before = json.loads(file.read_text()) if file.exists() else 0.0
+        file.write_text(json.dumps(before + _spent(stack) - began))
 
-    def __init__(self, stack: Stack, folder: Path) -> None:
-        self._stack, self._file = stack, folder / "processor.json"
 
-    def __enter__(self) -> None:
-        self._began = self._spent()
-
-    def __exit__(self, *error: object) -> None:
-        before = json.loads(self._file.read_text()) if self._file.exists() else 0.0
-        self._file.write_text(json.dumps(before + self._spent() - self._began))
-
-    def _spent(self) -> float:
-        supervisor = embedded.find_supervisor(self._stack.settings)
-        workers = [supervisor, *children_of(supervisor)] if supervisor else []
-        own = os.times()
-        return own.children_user + own.children_system + sum(map(processor_seconds, workers))
+def _spent(stack: Stack) -> float:
+    supervisor = embedded.find_supervisor(stack.settings)
+    workers = [supervisor, *children_of(supervisor)] if supervisor else []
+    own = os.times()
+    return own.children_user + own.children_system + sum(map(processor_seconds, workers))
 
 
 def _absolute(model: str) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
 FOLDER, PAGE, PICTURE = Path("docs/results"), Path("docs/results.md"), Path("docs/results/curves.svg")
 BEGIN, END = "<!-- table: made by `make learn-real` -->\n", "<!-- end of table -->\n"
 WINDOW = 10
@@ -46,9 +49,6 @@ def _interval(measured: Mapping[str, float]) -> str:
 
 def draw(found: Sequence[Result], file: Path) -> None:
     """Draw the reward of each iteration, a panel for each cell and a line for each seed; the same file for the same results."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     cells = [(cell, list(seeds)) for cell, seeds in groupby(found, key=lambda one: one["cell"])]
     mpl.rcParams.update({"svg.hashsalt": "results", "font.size": 8})
     figure = Figure(figsize=(3.2 * len(cells), 2.4), layout="constrained", facecolor="white")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agentrl.workflow.datasets.arithmetic import arithmetic
 from agentrl.workflow.models.memory_estimate import Shape
@@ -52,10 +52,11 @@ TWO_BILLION = Qwen2Config(
 """The sizes of Qwen3-1.7B in Qwen2's architecture: 1,720,813,568 parameters."""
 
 
-def shape_of(config: Qwen2Config, rank: int, element: int, bits: int = 4) -> Shape:
+def shape_of(config: PreTrainedConfig, rank: int, element: int, bits: int = 4) -> Shape:
     """What decides the memory of a model of that config, with LoRA of the rank; see `memory_estimate.Shape`."""
     with torch.device("meta"):
-        weights = {name: tuple(weight.shape) for name, weight in Qwen2ForCausalLM(config).named_parameters()}
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     return Shape(config.to_dict(), weights, rank, element, bits)
 
 

@@ -2,23 +2,13 @@
 
 from collections.abc import Iterator
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from agentrl.workflow.config import build
-from agentrl.workflow.models.headers import ModelFiles
-from agentrl.workflow.models.memory_estimate import FREE_SHARE, always, microbatch_that_fits, shape_of, while_sampling
+from agentrl.workflow.models.memory_estimate import FREE_SHARE, always, microbatch_that_fits, while_sampling
+from bench.performance.models import HALF_BILLION, shape_of
 
 MODELS: dict[str, PretrainedConfig] = {
-    "Qwen2.5-0.5B": Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
+    "Qwen2.5-0.5B": HALF_BILLION,
     "SmolLM2-1.7B": LlamaConfig(
         vocab_size=49_152,
         hidden_size=2048,
@@ -52,11 +42,8 @@ def table() -> Iterator[str]:
     yield f"| model | base | model and adapters | {cards} |"
     yield "|---|---|---|" + "---|" * len(CARDS)
     for name, config in MODELS.items():
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        files = ModelFiles(config.to_dict(), {each: tuple(p.shape) for each, p in model.named_parameters()})
-        for base, in_4_bits in (("bfloat16", False), ("4-bit", True)):
-            shape = shape_of(build({"model.load_in_4bit": in_4_bits}), files, RANK, on_gpu=True)
+        for base, bits in (("bfloat16", 0), ("4-bit", 4)):
+            shape = shape_of(config, RANK, 2, bits)
             held = sum(always(shape).values())
             row = sum(while_sampling(shape, 1, TOKENS).values())
             cells = []
