@@ -1,7 +1,7 @@
 """agentrl: reinforcement learning for tool-calling language models, over a trajectory database that forgets nothing.
 
 Its packages are `agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands) and
-`agentrl.migrations`. A checkout has a link to each at its top.
+`agentrl.migrations`. A checkout has a link to each at its top, for people who look for them there.
 
 What is public and stable is in `__all__`, and is loaded when it is first used: the import itself costs nothing.
 """
@@ -9,7 +9,7 @@ What is public and stable is in `__all__`, and is loaded when it is first used: 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from agentrl import checkout_links, elsewhere
+from agentrl import elsewhere
 
 if TYPE_CHECKING:
     from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
@@ -85,7 +85,7 @@ __all__ = [
     "open_policy",
     "operation",
 ]
-_PLACES = {
+_MODULES = {
     "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
@@ -110,19 +110,18 @@ _PLACES = {
     "agentrl.workflow.resources": ("Prompt",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task", "ToolCall"),
 }
-"""Where what is public is made."""
-
-checkout_links.install()
-elsewhere.install()
+"""The module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    place = next((module for module, names in _PLACES.items() if name in names), None)
-    if place is None:
-        way = f": {elsewhere.WAYS[name]}" if name in elsewhere.WAYS else ""
-        raise AttributeError(f"module 'agentrl' has no attribute {name!r}{way}")
-    found = globals()[name] = getattr(import_module(place), "open_store" if name == "open" else name)
-    return found
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None and name in elsewhere.ADVICE:
+        # `from agentrl import NAME` would replace the text of an AttributeError by its own, without the advice.
+        raise ImportError(f"agentrl has no {name}: {elsewhere.ADVICE[name]}", name=name)
+    if module is None:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(module), "open_store" if name == "open" else name)
+    return value
 
 
 def __dir__() -> list[str]:

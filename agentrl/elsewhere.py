@@ -1,21 +1,11 @@
-"""Names of other frameworks: an import or use of one is refused in a sentence that says what to write here.
-
-There is no attribute `agentrl.LitAgent`, and neither `from agentrl import LitAgent` nor `from agentrl.types import ...`: of the
-latter two Python by itself would say no more than that there is none.
-"""
-
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+"""Names and options of other frameworks, each with what to write here instead."""
 
 _NO_ADAPTER = "leave it out: every call is a row with its messages and tokens, so that nothing is converted"
 _NO_TRACER = "leave it out: calls are recorded where the model is; an exporter may send spans to /v1/traces of the endpoint"
 _NO_RUNNER = "leave it out: fit starts the workers, n_runners=8 agents at once; Trainer.dev tries an agent in this process"
 _ENDPOINT = "an agent is given llm.base_url, llm.api_key and llm.model"
 _CRITIC = "write critic=MODEL, which criticises and edits; AGENTRL_CRITIC_URL says where it is"
-_SAID = {
+_ADVICE = {
     "LlmProxyTraceToTriplet OtelTraceAdapter TraceAdapter TraceToMessages TracerTraceToTriplet": _NO_ADAPTER,
     "AgentOpsTracer DummyTracer OtelTracer Tracer": _NO_TRACER,
     "LitAgentRunner Runner": _NO_RUNNER,
@@ -62,8 +52,8 @@ _SAID = {
     "CodeExecTool": 'the tool "python" runs code in the sandbox: agentrl.Env(tools=("python",))',
     "ToolCallingAgent": "agentrl.RolloutWorker(policy, env).run_episode(task) is the loop of turns and calls",
 }
-WAYS = {name: way for names, way in _SAID.items() for name in names.split()}
-"""What other frameworks call by these names, and what to write here."""
+ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
+"""Each name that another framework exports, and what to write here instead."""
 
 OPTIONS = {
     "adapter": _NO_ADAPTER,
@@ -83,25 +73,4 @@ OPTIONS = {
     "triplet_exporter": _NO_ADAPTER,
     "val_batch_size": "write choose_tasks",
 }
-"""What a Trainer or an algorithm of another framework takes, and what to write here."""
-
-_ROOMS = ("adapter", "algorithm", "emitter", "litagent", "llm_proxy", "reward", "runner", "store", "tracer", "trainer", "types")
-"""What agent-lightning calls its modules."""
-
-
-class _Refusal(MetaPathFinder):
-    """Asked last, of a module that nobody has."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        if package == "agentrl" and name in WAYS:  # what `from agentrl import NAME` comes to
-            raise ImportError(f"agentrl has no {name}: {WAYS[name]}", name=fullname)
-        if package == "agentrl" and name in _ROOMS:
-            raise ImportError(f"There is no module {fullname}: what is public is imported from agentrl itself.", name=fullname)
-        return None
-
-
-def install() -> None:
-    """From now on imports of such names are refused with the way to go."""
-    if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
-        sys.meta_path.append(_Refusal())
+"""Each option of another framework's trainer or algorithm, and what to write here instead."""

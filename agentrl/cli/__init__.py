@@ -4,7 +4,5 @@ Heavy modules are imported only when a command needs them, so that `--help` answ
 import torch.
 """
 
-from agentrl.checkout_links import alias
-
-if __name__ == "cli":  # imported through the link at the top of a checkout
-    alias(__name__)
+if __name__ == "cli":  # imported through the link at the top of a checkout, which would load every module a second time
+    raise ImportError("Import agentrl.cli instead.")

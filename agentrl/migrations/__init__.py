@@ -1,6 +1,4 @@
 """Alembic's migrations of the trajectory database; they travel with the package and need no ini file."""
 
-from agentrl.checkout_links import alias
-
-if __name__ == "migrations":  # imported through the link at the top of a checkout
-    alias(__name__)
+if __name__ == "migrations":  # imported through the link at the top of a checkout, which would load every module a second time
+    raise ImportError("Import agentrl.migrations instead.")

@@ -3,7 +3,5 @@
 A job is: load, call the library, store. The database owns the truth; a message is only a wake-up.
 """
 
-from agentrl.checkout_links import alias
-
-if __name__ == "workers":  # imported through the link at the top of a checkout
-    alias(__name__)
+if __name__ == "workers":  # imported through the link at the top of a checkout, which would load every module a second time
+    raise ImportError("Import agentrl.workers instead.")

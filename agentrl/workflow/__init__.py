@@ -2,10 +2,8 @@
 
 import os
 
-from agentrl.checkout_links import alias
-
-if __name__ == "workflow":  # imported through the link at the top of a checkout
-    alias(__name__)
+if __name__ == "workflow":  # imported through the link at the top of a checkout, which would load every module a second time
+    raise ImportError("Import agentrl.workflow instead.")
 
 # Read when torch is loaded: threads that wait give their core away instead of spinning. With several processes on few cores
 # (a sampler, tools, a database) spinning made an optimizer step three times slower.

@@ -33,6 +33,8 @@ CODE_PREFIX = "agentrl_code_"
 """What modules are called that were written for what stood in a notebook or a script, with their content's hash behind it."""
 MOST_FILES = 1000
 """The files of a folder among which a misspelt module is looked for."""
+ROOT = Path(__file__).parents[2]
+"""The folder that holds the package: a checkout, or `site-packages`."""
 HERE = "agentrl_here"
 """The module of what lives in one process alone: a function whose source cannot be taken along."""
 _lent: dict[str, Any] = {}
@@ -163,7 +165,7 @@ def _user_object(kind: str, path: str) -> Any:
         raise ConfigError(said, "Go on with it in that process, or write it into a file, and train a run anew.")
     for place in (str(Path.cwd()), *([str(code_folder(settings()))] if path.startswith(CODE_PREFIX) else [])):
         if place not in sys.path:
-            sys.path.append(place)  # last: a person's `workers` folder is not ours
+            sys.path.insert(_user_position(), place)
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
     if module_name not in sys.modules:
@@ -176,6 +178,12 @@ def _user_object(kind: str, path: str) -> Any:
         near = get_close_matches(attribute, (name for name in vars(module) if not name.startswith("_")), 1)
         hint = f"Did you mean '{module_name}:{near[0]}'?" if near else _path_hint()
         raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", hint) from error
+
+
+def _user_position() -> int:
+    """Return where in `sys.path` a user's folder goes: last, but before a checkout, whose links hide a package `workflow`."""
+    is_checkout = Path(ROOT, "workflow").exists()
+    return sys.path.index(str(ROOT)) if is_checkout and str(ROOT) in sys.path else len(sys.path)
 
 
 def _path_hint(module: str = "") -> str:

@@ -122,14 +122,14 @@ def test_what_the_page_takes_out_is_refused_with_what_to_write() -> None:
     before = sides()["-"].replace("import agentlightning as agl", "import agentrl as agl")
     compile(before, "before.py", "exec")
     gone = set(re.findall(r"\bagl\.(\w+)", before)) - set(agl.__all__)
-    assert gone == {"rollout", "PromptTemplate", "APO", "TraceToMessages"} <= elsewhere.WAYS.keys()
+    assert gone == {"rollout", "PromptTemplate", "APO", "TraceToMessages"} <= elsewhere.ADVICE.keys()
     assert {"initial_resources", "adapter"} <= elsewhere.OPTIONS.keys() & set(re.findall(r"(\w+)=", before))
 
 
 def test_every_name_in_the_pages_table_is_one_of_ours_or_is_refused_with_what_to_write() -> None:
     table = rows(PAGE.read_text())
     theirs = {name for cells in table for name in re.findall(r"`@?(\w+)(?:\(.*?\)|=)?`", cells[0])} - {"agl"}
-    known = {*agl.__all__, *elsewhere.WAYS, *elsewhere.OPTIONS}
+    known = {*agl.__all__, *elsewhere.ADVICE, *elsewhere.OPTIONS}
     assert len(theirs) >= 20
     assert theirs <= known
     assert set(re.findall(r"`agentrl\.(\w+)", PAGE.read_text())) <= set(agl.__all__)
