@@ -38,7 +38,7 @@ def test_a_stream_goes_on_where_its_worker_was_lost(db: Database) -> None:
         said = pool.submit(stream, served.url, key)
         assert gated.begun.acquire(timeout=60)
         gated.let.release(3)
-        wait_for(lambda: len(stage.driver._turns[1].open[0]._heard[0]) >= 3)
+        wait_for(lambda: len(stage.driver._conversations[1].open[0]._heard[0]) >= 3)
         write(db, "UPDATE groups SET lease_until = 0")
         stage.leave()
         gated.let.release(100)
@@ -63,7 +63,9 @@ def test_who_leaves_the_endpoint_stops_what_is_sampled_for_it(db: Database) -> N
             assert next(iter(chunks))
             assert gated.begun.acquire(timeout=30)
             chunks.close()
-        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))  # or over, if a token was still to come
+        wait_for(
+            lambda: all(turn.stopped for turn in stage.driver._conversations[1].open)
+        )  # or over, if a token was still to come
         gated.let.release(1)
         wait_for(lambda: values(db, "SELECT delivered FROM steps"))
         assert not episode_of(db, 1).steps[0].delivered

@@ -146,7 +146,7 @@ def test_who_hangs_up_gets_the_turn_that_the_server_had_begun_when_he_comes_agai
         key = run_agent(db, 1)
         with calling(stage, key, [QUESTION], request="one", stream=True):
             assert begun.wait(60)
-        wait_for(lambda: stage.driver._turns[1].open[0].stopped)
+        wait_for(lambda: stage.driver._conversations[1].open[0].stopped)
         let.set()
         wait_for(lambda: episode_of(db, 1).steps)
         assert [step.delivered for step in episode_of(db, 1).steps] == [False]

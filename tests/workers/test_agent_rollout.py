@@ -244,7 +244,7 @@ def test_a_call_that_comes_again_joins_the_one_in_flight(db: Database) -> None:
         assert gated.begun.acquire(timeout=60)
         gated.let.release(2)
         second = pool.submit(ask, stage, key, [QUESTION], "two", 1, stream=True)
-        wait_for(lambda: len(stage.driver._turns[1].open[0].waiting) == 2)
+        wait_for(lambda: len(stage.driver._conversations[1].open[0].waiting) == 2)
         gated.let.release(len(ANSWER))
         assert first.result() == second.result()
         assert len(episode_of(db, 1).steps) == 1
@@ -258,7 +258,9 @@ def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may
             gated.let.release(2)
             assert response.readline()
             assert gated.begun.acquire(timeout=30), "one that is stopped before its first token leaves no step"
-        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))  # or over, if a token was still to come
+        wait_for(
+            lambda: all(turn.stopped for turn in stage.driver._conversations[1].open)
+        )  # or over, if a token was still to come
         gated.let.release(1)
         (cut,) = wait_for(lambda: episode_of(db, 1).steps)
         assert not cut.delivered
@@ -324,7 +326,7 @@ def test_an_agent_that_is_lost_begins_anew_and_its_tokens_have_the_same_keys(db:
         write(db, "UPDATE agent_attempts SET lease_until = 0")
         stage.driver.inbox.put(_woken(stage))
         wait_for(lambda: values(db, "SELECT status FROM agent_attempts ORDER BY attempt") == ["lost", "pending"])
-        heir = wait_for(lambda: stage.driver._turns[1].attempt and run_agent(db, 1))
+        heir = wait_for(lambda: stage.driver._conversations[1].attempt and run_agent(db, 1))
         assert ask(stage, key, [QUESTION]).status == 409
         ask(stage, heir, [QUESTION])
         assert policy.requests[0].key == policy.requests[1].key
@@ -397,7 +399,9 @@ def test_a_turn_that_was_cancelled_is_no_final_answer_unless_something_goes_on_f
             gated.let.release(2)
             assert response.readline()
             assert gated.begun.acquire(timeout=30), "one that is stopped before its first token leaves no step"
-        wait_for(lambda: all(turn.stopped for turn in stage.driver._turns[1].open))  # or over, if a token was still to come
+        wait_for(
+            lambda: all(turn.stopped for turn in stage.driver._conversations[1].open)
+        )  # or over, if a token was still to come
         gated.let.release(100)
         wait_for(lambda: len(episode_of(db, 1).steps) == 2)
         assert not episode_of(db, 1).steps[1].delivered

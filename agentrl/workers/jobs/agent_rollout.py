@@ -1,32 +1,37 @@
-"""The rollout of one group whose turns agents from outside decide: each call of the model is sampled, committed, released.
+"""The rollout of one group whose calls agents from outside make: each call of the model is sampled, committed and answered.
 
-An agent is a process of its own, one per episode (`agentrl worker agents`); it calls the endpoint, which forwards to this
-process. A call is matched with the episode's record, so that its tokens go on from those that were sampled, or opens a chain.
-It is committed before its reply is whole. When the agent has ended its episode is scored, and ends.
+An agent is a process of its own, one per episode (`agentrl worker agents`). It calls the endpoint, which forwards the call to
+this process. The call continues an earlier turn of its episode or begins another chain (`agent_conversation`). Its turn is
+committed before the reply ends. When the agent has ended, its episode is scored and ends.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from logging import getLogger
+from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Left, Refused
-from agentrl.workers.jobs.agent_ends import AgentEnd, judge_end
-from agentrl.workers.jobs.agent_records import AgentRecords
-from agentrl.workers.jobs.agent_sampling import AgentSampling
-from agentrl.workers.jobs.agent_turns import AgentTurn, EpisodeTurns, too_long, turn_of
+from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long, turn_of
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Event, Inbox
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
+from agentrl.workflow import engines
+from agentrl.workflow.chains import EQUAL
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import RequestError
-from agentrl.workflow.engines import Completion, Engine
+from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
+from agentrl.workflow.dialects import Ask, RequestError
+from agentrl.workflow.dialects.chat_completions import parse_turn
+from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
+from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
+from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.inference.agent_draft import AgentDraft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds, agent_steps
@@ -34,19 +39,60 @@ from agentrl.workflow.store.agent_holds import AgentState
 from agentrl.workflow.store.agent_steps import CallStep, RequestMark
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
-from agentrl.workflow.trajectory import Episode, PolicyRef, Step, StopReason
+from agentrl.workflow.store.steps import CallRecord, SampledStep
+from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, PolicyRef, Step, StopReason, ToolCall, ToolResult
 
 log = getLogger("agentrl.agent_rollout")
+
+TIMEOUT = "timeout"
+"""The error class of an agent that exceeded its time limit."""
+MOST_OPEN = 64
+"""The calls of one episode that are sampled at the same time; more are refused, to be tried again."""
+ANOTHER_CHOICE = "another choice of one request"
+_told_runs: set[int] = set()
+"""Runs whose events say already that their own sampling options hold, not their clients'."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """How an agent ended.
+
+    Args:
+        error_class: empty if it returned, or its program exited with 0.
+        error: its message.
+        answer: the text that it returned as the episode's answer, if any.
+        rewards: the rewards that it returned.
+    """
+
+    error_class: str = ""
+    error: str = ""
+    answer: str | None = None
+    rewards: Mapping[str, float] | None = None
+
+
+def judge_end(episode: Episode, end: AgentEnd) -> StopReason | Outcome:
+    """Return why the episode stopped, or, if no sampled turn was delivered, how it failed."""
+    last = episode.last_turn
+    if last is None:
+        said = end.error or "The agent ended without one answered call of the model."
+        return Outcome(episode.id, "failed", error_class="AgentError", error=said)
+    if end.error_class:
+        return "timeout" if end.error_class == TIMEOUT else "agent_error"
+    if last.finish_reason == "length":
+        return "max_tokens"
+    if any(call.error in (UNCLOSED, UNFINISHED) for call in last.message.tool_calls):
+        return "parse_error"
+    return "answered"
 
 
 @dataclass
 class AgentRollout:
-    """Drives the unfinished episodes of one group, and `is_live` until they end or the group's fence is among the `lost`.
+    """Drives the unfinished episodes of one group; live until they end or the group's fence is among the `lost`.
 
     Args:
         max_context: the most tokens that fit into one row of the model.
-        server: where its agents' calls come.
-        served: who runs its agents; unset: the agents workers, to which they are sent.
+        server: receives the agents' calls.
+        served: runs the agents; None: the agents workers do.
     """
 
     db: Database
@@ -61,7 +107,7 @@ class AgentRollout:
     served: Agents | None = None
     _arrived: set[AgentCall] = field(default_factory=set)
     _is_closed: bool = False
-    _turns: dict[int, EpisodeTurns] = field(default_factory=dict)
+    _conversations: dict[int, Conversation] = field(default_factory=dict)
     _ends: dict[int, AgentEnd] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,53 +132,53 @@ class AgentRollout:
 
     @property
     def may_gather(self) -> bool:
-        """Whether several turns are sampled, which may end in the same decoding step."""
-        return sum(len(turns.open) for turns in self._turns.values()) > 1
+        """True if concurrent turns can be committed together."""
+        return sum(len(conversation.open) for conversation in self._conversations.values()) > 1
 
     def lose(self) -> None:
-        """Stops all writing, since another worker has the group or this attempt is over."""
+        """Stop all writing, because another worker has the group or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
     def close(self) -> None:
-        """Serves these episodes no more, waits for nothing, and stops what is sampled for them."""
+        """Stop serving the episodes and cancel their turns."""
         self._is_closed = True
         self.judging.forget()
         self.agents.forget()
-        for number, turns in self._turns.items():
+        for number, conversation in self._conversations.items():
             self.server.drop(number, self)
-            for turn in turns.open:
+            for turn in conversation.open:
                 turn.stop()
                 turn.leave()
         for call in list(self._arrived):
             call.tell(Left())
 
     def start(self) -> None:
-        """Serves every episode from the end of its record, and gives those to agents that have none."""
+        """Serve every episode from the end of its record, and start an agent for each that has none."""
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
         marks = agent_steps.load_marks(self.db, numbers)
         agent_holds.publish_address(self.db, self.work.fence, self.server.address)
         self.recorder.begin_with_agents()
         for number, episode in self.recorder.episodes.items():
-            self._hold(number, EpisodeTurns.of(episode, attempts[number], marks.get(number, [])))
+            self._hold(number, Conversation.of(episode, attempts[number], marks.get(number, [])))
         self.agents.give(list(self.recorder.episodes))
         self._judge_agents(self.agents.load())
 
     def take(self, call: AgentCall) -> None:
-        """Puts a call into the inbox; from any thread."""
+        """Put a call into the inbox. Thread-safe."""
         self._arrived.add(call)
         self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
-        if self._is_closed:  # nobody reads the inbox any more
+        if self._is_closed:  # the inbox is no longer read
             call.tell(Left())
 
     def left(self, call: AgentCall) -> None:
-        """Nobody waits for this call any more; from any thread."""
+        """Cancel the call because its client disconnected. Thread-safe."""
         call.gone.set()
         self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Commits sampled turns, begins those that are asked for, and ends the episodes of agents that have ended."""
+        """Commit sampled turns, begin requested ones, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
         for event in events:
             if event.request is not None:
@@ -144,7 +190,7 @@ class AgentRollout:
             self._judge_agents(self.agents.load(woken))
 
     def poll_calls(self) -> None:
-        """Reads the rows of agents and of judges' calls without a wake-up, and sends again what seems lost.
+        """Read the rows of agents and of judges' calls without a wake-up, and send lost messages again.
 
         Raises:
             ServiceError, InfraError: no worker serves the tools, or runs agents.
@@ -153,7 +199,7 @@ class AgentRollout:
         self.judging.send_overdue()
         states = self.agents.load()
         self._judge_agents(states)
-        self.agents.send_overdue([state for number, state in states.items() if number in self._turns])
+        self.agents.send_overdue([state for number, state in states.items() if number in self._conversations])
 
     # calls
 
@@ -162,56 +208,61 @@ class AgentRollout:
 
         One that cannot be answered, since something fails here, stays among those that have arrived: `close` sends it away.
         """
-        turns = self._turns.get(call.episode)
+        conversation = self._conversations.get(call.episode)
         if call.gone.is_set():
             self._arrived.discard(call)
-            self._leave(call, turns)
+            self._leave(call, conversation)
             return
         faultpoint("agent_call.in")
         try:
-            self._answer(call, turns)
+            self._answer(call, conversation)
         except RequestError as error:
             call.tell(Refused(error))
         self._arrived.discard(call)
 
-    def _answer(self, call: AgentCall, turns: EpisodeTurns | None) -> None:
-        if turns is None or turns.is_ending or turns.attempt != call.attempt or call.episode not in self.recorder.episodes:
+    def _answer(self, call: AgentCall, conversation: Conversation | None) -> None:
+        if (
+            conversation is None
+            or conversation.is_ending
+            or conversation.attempt != call.attempt
+            or call.episode not in self.recorder.episodes
+        ):
             raise RequestError(409, "This episode is over, or another attempt of it is on.", code="episode_over")
-        if turns.is_other(call):
+        if conversation.is_other(call):
             said = "This Idempotency-Key came with another body before."
             raise RequestError(422, said, code="idempotency_key_reused")
-        flying = turns.in_flight(call)
+        flying = conversation.in_flight(call)
         if flying is not None:
             flying.later.append(call) if flying.stopped else flying.join(call)
             return
-        if recorded := turns.recorded(call):
-            self._answer_again(call, turns, recorded)
+        if recorded := conversation.recorded(call):
+            self._answer_again(call, conversation, recorded)
             return
-        self.sampling.check_count(turns)
-        self._begin(call, turns)
+        self.sampling.check_count(conversation)
+        self._begin(call, conversation)
 
-    def _answer_again(self, call: AgentCall, turns: EpisodeTurns, marks: Sequence[RequestMark]) -> None:
-        """Gives the recorded answer, which is delivered now if it was not."""
-        stored = [turns.lines.steps[mark.step] for mark in marks]
-        prompt = turns.prompt(stored[0])
+    def _answer_again(self, call: AgentCall, conversation: Conversation, marks: Sequence[RequestMark]) -> None:
+        """Send the recorded answer, and mark it delivered."""
+        stored = [conversation.lines.steps[mark.step] for mark in marks]
+        prompt = conversation.prompt(stored[0])
         created = int(marks[0].asked.get("created", call.created))
-        self._mark(call, turns, marks, delivered=True)
-        turns.given[marks[0].request_id] = call
+        self._mark(call, conversation, marks, delivered=True)
+        conversation.given[marks[0].request_id] = call
         call.answered = marks[0].request_id
         call.tell(Accepted(prompt, marks[0].request_id, created, len(prompt) - len(stored[0].prompt_ids)))
         call.tell(Answered(tuple(turn_of(step, mark.asked) for step, mark in zip(stored, marks, strict=True))))
 
-    def _begin(self, call: AgentCall, turns: EpisodeTurns) -> None:
-        """Submits the choices of a new turn."""
+    def _begin(self, call: AgentCall, conversation: Conversation) -> None:
+        """Submit the choices of a new turn."""
         self.sampling.check(call.ask)
-        draft = turns.draft(self.chat, call.ask, self.max_context)
+        draft = conversation.draft(self.chat, call.ask, self.max_context)
         if len(draft.context) >= self.max_context:
             raise too_long(self.max_context, len(draft.context))
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
             self._drop(call.episode)
             raise RequestError(409, "This episode is over.", code="episode_over")
-        turn = AgentTurn(call, draft, tuple(self.sampling.draws(turns, call, draft)), turns.session(draft))
-        turns.open.append(turn)
+        turn = AgentTurn(call, draft, tuple(self.sampling.draws(conversation, call, draft)), conversation.session(draft))
+        conversation.open.append(turn)
         turn.join(call)
         self.sampling.note_asked(call.ask)
         most, episode = self.records.most_tokens(turn), self.recorder.episodes[call.episode]
@@ -225,30 +276,30 @@ class AgentRollout:
         if turn.is_over:
             self.inbox.put(Event(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
 
-    def _leave(self, call: AgentCall, turns: EpisodeTurns | None) -> None:
-        """Stops what nobody waits for any more; an answer that the call did not get whole was not delivered."""
-        if turns is None or turns.attempt != call.attempt:
+    def _leave(self, call: AgentCall, conversation: Conversation | None) -> None:
+        """Cancel abandoned turns, and mark a partially sent answer as undelivered."""
+        if conversation is None or conversation.attempt != call.attempt:
             return
         if call.answered:
-            if turns.given.get(call.answered) is call:
-                self._mark(call, turns, turns.answers(call.answered, call.ask.count), delivered=False)
+            if conversation.given.get(call.answered) is call:
+                self._mark(call, conversation, conversation.answers(call.answered, call.ask.count), delivered=False)
             return
-        for turn in turns.open:
+        for turn in conversation.open:
             if not turn.is_awaited and not turn.later:
                 turn.stop()
 
-    def _mark(self, call: AgentCall, turns: EpisodeTurns, marks: Sequence[RequestMark], delivered: bool) -> None:
+    def _mark(self, call: AgentCall, conversation: Conversation, marks: Sequence[RequestMark], delivered: bool) -> None:
         for mark in marks:
-            if call.episode in self.recorder.episodes and turns.lines.steps[mark.step].delivered != delivered:
+            if call.episode in self.recorder.episodes and conversation.lines.steps[mark.step].delivered != delivered:
                 self.recorder.mark_delivered(call.episode, mark.step, delivered)
-                turns.refresh(self.recorder.episodes[call.episode])
+                conversation.refresh(self.recorder.episodes[call.episode])
 
     # commits
 
     def _commit(self, over: Sequence[AgentTurn]) -> None:
-        """Commits turns that are sampled, then releases their replies."""
+        """Commit sampled turns, then send their replies."""
         fresh = [turn for turn in dict.fromkeys(over) if turn in self._open_turns(turn.call.episode)]
-        records = {turn: self.records.of(turn, self._turns[turn.call.episode]) for turn in fresh}
+        records = {turn: self.records.of(turn, self._conversations[turn.call.episode]) for turn in fresh}
         if not fresh:
             return
         faultpoint("agent_call.sampled")
@@ -260,69 +311,75 @@ class AgentRollout:
         faultpoint("agent_call.released")
 
     def _open_turns(self, number: int) -> Sequence[AgentTurn]:
-        turns = self._turns.get(number)
-        return turns.open if turns is not None and number in self.recorder.episodes else ()
+        conversation = self._conversations.get(number)
+        return conversation.open if conversation is not None and number in self.recorder.episodes else ()
 
     def _release_turn(self, turn: AgentTurn, records: Sequence[CallStep], stored: Sequence[Step]) -> None:
-        """Gives the reply to whoever waits; one that nobody got is marked so."""
+        """Send the reply to the waiting calls."""
         number = turn.call.episode
-        turns = self._turns[number]
-        turns.open.remove(turn)
+        conversation = self._conversations[number]
+        conversation.open.remove(turn)
         for record, step in zip(records, stored, strict=True):
             asked, tools = record.asked, tuple(record.tools)
             mark = RequestMark(step.index, record.request_id, record.request_hash, asked, tools, record.template_options)
-            turns.add(step, mark)
-            turns.keep_session(step, turn.session)
+            conversation.add(step, mark)
+            conversation.keep_session(step, turn.session)
         if number in self.recorder.episodes:  # a hook may have failed it
-            turns.refresh(self.recorder.episodes[number])
+            conversation.refresh(self.recorder.episodes[number])
         if turn.cut:
             turn.leave()
         else:
-            turns.given[turn.call.request_id] = turn.waiting[-1]
+            conversation.given[turn.call.request_id] = turn.waiting[-1]
             turn.answer(tuple(turn_of(step, record.asked) for step, record in zip(stored, records, strict=True)))
         self._arrived.update(turn.later)
         for call in turn.later:
             self._take(call)
-        if turns.is_ending and not turns.open:
+        if conversation.is_ending and not conversation.open:
             self._end({number: self._ends[number]})
 
     # ends
 
     def _judge_agents(self, states: Mapping[int, AgentState]) -> None:
-        """Ends the episodes of agents that have ended, and gives those of lost agents to others."""
-        ended = {number: state for number, state in states.items() if state.status == "ended" and number in self._turns}
+        """End the episodes whose agents have ended, and restart lost agents."""
+        ended = {number: state for number, state in states.items() if state.status == "ended" and number in self._conversations}
         for number, state in ended.items():
-            turns = self._turns[number]
-            if turns.is_ending or turns.attempt != state.attempt:
+            conversation = self._conversations[number]
+            if conversation.is_ending or conversation.attempt != state.attempt:
                 continue
-            turns.is_ending = True
+            conversation.is_ending = True
             self._ends[number] = AgentEnd(state.error_class, state.error, state.answer, state.rewards)
-            for turn in turns.open:
+            for turn in conversation.open:
                 turn.stop()
-        self._end({n: self._ends[n] for n in ended if n in self._ends and n in self._turns and not self._turns[n].open})
-        lost = [state for number, state in states.items() if number in self._turns and _is_lost(state)]
+        self._end(
+            {
+                n: self._ends[n]
+                for n in ended
+                if n in self._ends and n in self._conversations and not self._conversations[n].open
+            }
+        )
+        lost = [state for number, state in states.items() if number in self._conversations and _is_lost(state)]
         for state in lost:
             self._give_again(state)
 
     def _give_again(self, state: AgentState) -> None:
-        """The agent begins anew: the next attempt of the episode, with an agent of its own."""
+        """Start the episode's next attempt with a new agent, or fail it after `MAX_LOSSES` lost ones."""
         if state.is_overdue and not agent_holds.lose_agent(self.db, self.work.fence, state, settings().lease_seconds):
             return
-        number, turns = state.episode, self._turns[state.episode]
-        for turn in turns.open:
+        number, conversation = state.episode, self._conversations[state.episode]
+        for turn in conversation.open:
             turn.stop()
             turn.leave()
         if state.losses + state.is_overdue >= MAX_LOSSES:
             said = f"its agent was lost {MAX_LOSSES} times{f': {state.error}' if state.error else ''}"
             self._finish([Outcome(number, "infra_error", error_class="lost", error=said)])
             return
-        self._free(turns)
+        self._free(conversation)
         self.recorder.restart(number)
-        self._hold(number, EpisodeTurns(turns.attempt + 1))
+        self._hold(number, Conversation(conversation.attempt + 1))
         self.agents.give([number])
 
     def _end(self, ended: Mapping[int, AgentEnd]) -> None:
-        """Ends episodes whose agents have ended and for which nothing is sampled; judges are asked first."""
+        """End episodes that have neither agent nor turns in flight; judges are asked first."""
         stopped, failures = dict[int, StopReason](), list[Outcome]()
         for number, end in ended.items():
             episode = self.recorder.episodes.get(number)
@@ -354,26 +411,26 @@ class AgentRollout:
     def _finish(self, outcomes: Sequence[Outcome]) -> None:
         self.recorder.finish(outcomes)
 
-    def _hold(self, number: int, turns: EpisodeTurns) -> None:
-        self._turns[number] = turns
-        self.server.hold(number, turns.attempt, self)
+    def _hold(self, number: int, conversation: Conversation) -> None:
+        self._conversations[number] = conversation
+        self.server.hold(number, conversation.attempt, self)
 
     def _drop(self, number: int) -> None:
-        turns = self._turns.pop(number, None)
-        if turns is None:
+        conversation = self._conversations.pop(number, None)
+        if conversation is None:
             return
         self.server.drop(number, self)
-        for turn in turns.open:
+        for turn in conversation.open:
             turn.stop()
             turn.leave()
-        self._free(turns)
+        self._free(conversation)
 
-    def _free(self, turns: EpisodeTurns) -> None:
-        for session in turns.all_sessions:
+    def _free(self, conversation: Conversation) -> None:
+        for session in conversation.all_sessions:
             self.engine.release(session)
 
     def _release(self, episode: Episode) -> None:
-        """The episode has ended."""
+        """Forget an episode that has ended."""
         self._drop(episode.id)
 
 
@@ -384,3 +441,179 @@ def fingerprint_of(policy: PolicyRef) -> str:
 
 def _is_lost(state: AgentState) -> bool:
     return state.status == "lost" or state.is_overdue
+
+
+@dataclass(frozen=True)
+class AgentSampling:
+    """Decides how a group's turns are sampled."""
+
+    db: Database
+    work: GroupWork
+    limits: RolloutConfig
+    agent: AgentConfig
+    engine: Backend
+    is_clients: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_clients", self.agent.name == CLIENTS)
+
+    def check_count(self, conversation: Conversation) -> None:
+        """Check that the episode may have one more call.
+
+        Raises:
+            RequestError: there were too many, or too many are open.
+        """
+        if conversation.count >= self.agent.max_calls:
+            said = f"This episode has had its {self.agent.max_calls} calls of the model (agent.max_calls)."
+            raise RequestError(429, said, code="max_calls")
+        most = settings().endpoint_calls if self.is_clients else MOST_OPEN
+        if len(conversation.open) >= most:
+            raise RequestError(429, f"{most} calls of this episode are open already.", code="rate_limit_exceeded")
+
+    def check(self, ask: Ask) -> None:
+        """Check that the engine can sample such a turn.
+
+        Raises:
+            RequestError: the engine does not know what it asks for.
+        """
+        if ask.top_logprobs and not self.engine.top_logprobs:
+            said = f"The engine {self.engine.name!r} does not tell the likeliest tokens."
+            raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
+        if ask.stop and "stop" not in self.engine.options:
+            said = f"The engine {self.engine.name!r} cannot end a turn at a text."
+            raise RequestError(400, said, code="unsupported_parameter", param="stop")
+        try:
+            engines.check_options(self.engine, self._limits(ask))
+        except ConfigError as error:
+            raise RequestError(400, error.message, code="unsupported_parameter") from error
+
+    def draws(self, conversation: Conversation, call: AgentCall, draft: AgentDraft) -> Sequence[int]:
+        """Return for each choice its number among the answers to the same prompt; with a client's seed they start at 0."""
+        if self.is_clients and "seed" in call.ask.asked:
+            return tuple(range(call.ask.count))
+        return conversation.draws(call, prompt_hash(draft))
+
+    def request(self, turn: AgentTurn, choice: int, draw: int, most: int, episode: Episode) -> GenerateRequest:
+        """Return the engine's request; in training only the call's stop strings and its `most` tokens count."""
+        limits, ask = self._limits(turn.ask), turn.ask
+        keys = self.work.sampling_key(episode)
+        keys = key_asked(keys, ask.asked) if self.is_clients else keys
+        key = keys.of_turn(turn.draft.context, draw)
+        request = GenerateRequest.within(limits, turn.draft.context, self.work.policy, key, session=turn.session)
+        return replace(
+            request,
+            max_new_tokens=most,
+            follows_length=True,
+            heard=partial(turn.hear, choice),
+            top_logprobs=ask.top_logprobs,
+        )
+
+    def note_asked(self, ask: Ask) -> None:
+        """Report once in the run's events that its own sampling options hold, whatever its clients ask for."""
+        if ask.asked and not self.is_clients and self.work.run_id not in _told_runs:
+            _told_runs.add(self.work.run_id)
+            agent_holds.note_asked(self.db, self.work.run_id, ", ".join(sorted(ask.asked)))
+
+    def _limits(self, ask: Ask) -> RolloutConfig:
+        return with_stop(limits_asked(self.limits, ask.asked) if self.is_clients else self.limits, ask.stop)
+
+
+@dataclass(frozen=True)
+class AgentRecords:
+    """Builds the records of a group's turns, one per choice."""
+
+    work: GroupWork
+    chat: Chat
+    limits: RolloutConfig
+    max_context: int
+
+    def of(self, turn: AgentTurn, conversation: Conversation) -> list[CallStep]:
+        """Return the records of a turn that is over, and set its `cut`.
+
+        A choice that was cancelled before its first token has none.
+
+        Raises:
+            AgentRLError: as the engine's `submit` says.
+        """
+        turn.completions = [_result(future) for future in turn.futures]
+        turn.cut = any(done is None for done in turn.completions) or (turn.stopped and self._is_cut(turn))
+        found: list[CallStep] = []
+        for choice, done in enumerate(turn.completions):
+            if done is not None and (done.token_ids or not turn.cut):
+                found.append(self._record(turn, conversation, choice, done, found[0].request_id if found else ""))
+        return found
+
+    def most_tokens(self, turn: AgentTurn) -> int:
+        """Return the turn's token limit: the least of the run's, the model's context and the client's."""
+        most = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
+        return most if turn.ask.max_tokens is None else min(most, turn.ask.max_tokens)
+
+    def _is_cut(self, turn: AgentTurn) -> bool:
+        most = self.most_tokens(turn)
+        return any(done.finish_reason == "length" and len(done.token_ids) < most for done in turn.completions if done)
+
+    def _record(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion, first: str) -> CallStep:
+        """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
+        call, draft = turn.call, turn.draft
+        step = self._step(turn, conversation, choice, done, beside=bool(first))
+        sampled = SampledStep(call.episode, step, self.work.policy_id, self.chat.decode(done.token_ids), _calls(step))
+        return CallStep(
+            sampled=sampled,
+            request_id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
+            request_hash=call.body_hash,
+            asked={**call.ask.asked, **_kept(turn, draft, done), "created": call.created, "draw": turn.draws[choice]},
+            tools=call.ask.tools,
+            template_options=call.ask.template_options,
+            shared_messages=len(step.prompt) if first else draft.shared_messages,
+            beside=first,
+            shown={} if first else conversation.shown(call.ask),
+        )
+
+    def _step(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion, beside: bool) -> Step:
+        draft = turn.draft
+        message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
+        refused = tuple(_refusal(made) for made in message.tool_calls)
+        return Step(
+            index=len(conversation.lines.steps),
+            prompt=conversation.messages(draft) if beside else draft.messages,
+            prompt_ids=() if beside else draft.prompt_ids,
+            sampled_ids=done.token_ids,
+            behavior_logprobs=done.logprobs,
+            finish_reason=done.finish_reason,
+            message=message,
+            policy_version=self.work.policy.version,
+            seconds=done.seconds,
+            results=tuple(result for result in refused if result is not None) if refused and all(refused) else None,
+            new_row=ANOTHER_CHOICE if beside else draft.reason,
+            parent=draft.parent,
+            shared=len(draft.context) if beside else draft.shared,
+            delivered=not turn.cut and turn.is_awaited,
+            draw=turn.draws[choice],
+        )
+
+
+def _calls(step: Step) -> tuple[CallRecord, ...]:
+    return tuple(CallRecord(made, "none", _refusal(made)) for made in step.message.tool_calls)
+
+
+def _kept(turn: AgentTurn, draft: AgentDraft, done: Completion) -> dict[str, Any]:
+    """Return what a row keeps besides the requested sampling options.
+
+    The client's stop strings explain why the turn ended. The number of equal histories is kept if there is more than one, and
+    the likeliest tokens of each position if they were requested, so that a repeated request gets the same reply.
+    """
+    found = {"stop": list(turn.ask.stop), EQUAL: draft.equal if draft.equal > 1 else 0, TOP: done.top}
+    return {name: value for name, value in found.items() if value}
+
+
+def _refusal(call: ToolCall) -> ToolResult | None:
+    """Return the stored result of an unreadable call, which its agent never sees as a call."""
+    return None if call.error is None else ToolResult(call.error, "parse_error")
+
+
+def _result(future: "Future[Completion]") -> Completion | None:
+    """Return what was sampled; None if it was cancelled before it began."""
+    try:
+        return future.result()
+    except CancelledError:
+        return None

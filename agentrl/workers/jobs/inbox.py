@@ -10,7 +10,7 @@ from agentrl.workflow.engines import Completion
 
 if TYPE_CHECKING:
     from agentrl.workers.jobs.agent_calls import AgentCall
-    from agentrl.workers.jobs.agent_turns import AgentTurn
+    from agentrl.workers.jobs.agent_conversation import AgentTurn
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
-"""The turns of one episode that an agent from outside asks for: matched with its record, and answered again if asked again.
+"""The model calls of one episode whose agent is not ours: the turn that each continues, those in flight, and recorded answers.
 
-An answer is known by its request's id, and by the hash of its body where the client says that it tries again. What is sampled
-is decided by the prompt's tokens and by how often this very prompt was asked before (its `draw`), whatever arrives first.
+Messages are compared by a hash of their content: ids of tool calls, the order of keys in JSON and outer white space do not
+count; thoughts do. A request costs one hash per message, however many turns the episode has.
+
+A recorded answer is found by its request's id, or by the hash of its body if the client says that it retries. What is sampled
+depends on the prompt's tokens and on how often this prompt was asked before (its `draw`), never on the order of arrival.
 """
 
 import hashlib
@@ -15,7 +18,6 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left
-from agentrl.workers.jobs.agent_history import History
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.text_length import TooLong
 from agentrl.workflow.dialects import Ask, RequestError, Turn
@@ -26,16 +28,86 @@ from agentrl.workflow.store.agent_steps import RequestMark
 from agentrl.workflow.store.row_values import pack
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, messages_of
 
+CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
+"""Why a request begins another chain."""
+
 TOP = "top"
-"""Where `steps.asked` keeps the likeliest tokens of each place, for who asked for them and may ask again."""
+"""The key of `steps.asked` under which the likeliest tokens of each position are kept, for a repeated request."""
 
 CANCELLED = "~"
-"""What the request id of a turn that was stopped carries behind it: the request may be answered yet."""
+"""The suffix of a cancelled turn's request id: the request itself may still be answered."""
 
 
 def choice_id(request_id: str, choice: int) -> str:
-    """The request id of a choice; the first one's is the request's own."""
+    """Return the request id of a choice; the first choice has the request's own."""
     return request_id if choice == 0 else f"{request_id}.{choice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The step that a request continues, ROOT for none.
+
+    Args:
+        step: its index.
+        count: how many of the request's messages it covers.
+        equal: how many delivered steps end this very history: their words are the same, their tokens may differ.
+    """
+
+    step: int = ROOT
+    count: int = 0
+    equal: int = 0
+
+
+@dataclass
+class History:
+    """The conversations of an episode, each known by one hash of its tools, its template options and its messages."""
+
+    _digests: list[bytes] = field(default_factory=list)
+    _draws: list[tuple[int, ...]] = field(default_factory=list)
+    _by_digest: dict[bytes, list[int]] = field(default_factory=dict)
+
+    def add(self, steps: Sequence[Step], index: int, tools: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Add the step with the next index, whose request had these tools and options."""
+        step = steps[index]
+        parent = ROOT if step.parent is None or step.shared is not None else step.parent
+        digest, draws = (self._digests[parent], self._draws[parent]) if parent != ROOT else (_digest_of(tools, options), ())
+        for message in (*step.prompt, step.message):
+            digest = _next_digest(digest, message)
+        self._digests.append(digest)
+        self._draws.append((*draws, step.draw or 0))
+        self._by_digest.setdefault(digest, []).append(index)
+
+    def find(self, ask: Ask, steps: Sequence[Step]) -> Match:
+        """Return the step whose conversation is the longest beginning of the request's messages.
+
+        The messages after it must not be the policy's. Of several equal conversations, delivered ones come first, and of these
+        the one with the lowest draws: the order in which they were asked for does not matter.
+
+        Args:
+            steps: the steps that were added, as they are now.
+        """
+        digest, count, candidates = _digest_of(ask.tools, ask.template_options), 0, list[int]()
+        for size, message in enumerate(ask.messages[:-1], start=1):
+            digest = _next_digest(digest, message)
+            if digest in self._by_digest:
+                count, candidates = size, self._by_digest[digest]
+        if not candidates or any(message.role == "assistant" for message in ask.messages[count:]):
+            return Match()
+        equal = [index for index in candidates if steps[index].delivered] or candidates
+        first = min(equal, key=lambda index: (self._draws[index], index))
+        return Match(first, count, equal=len(equal))
+
+
+def _digest_of(tools: Sequence[Any], options: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps([list(tools), dict(options)]).encode()).digest()
+
+
+def _next_digest(digest: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation and one more message."""
+    calls = [[call.name, call.arguments] for call in message.tool_calls if call.error is None]
+    values = [message.role, message.content.strip(), message.thought.strip(), calls]
+    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=dict).encode()).digest()
+    return hashlib.sha256(digest + key).digest()
 
 
 @dataclass(eq=False)
@@ -49,9 +121,9 @@ class AgentTurn:
         session: under which the engine keeps what it knows of the turn's tokens.
 
     Attributes:
-        waiting: the calls that wait for it; `later` those that ask for it again while it is being stopped.
-        completions: what was sampled, once it is over; None for a choice that was stopped before it began.
-        cut: whether it was stopped before its end.
+        waiting: the calls that wait for it; `later`: calls that repeat the request while it is being cancelled.
+        completions: what was sampled, once it is over; None for a choice that was cancelled before it began.
+        cut: whether it was cancelled before its end.
     """
 
     call: AgentCall
@@ -72,21 +144,21 @@ class AgentTurn:
 
     @property
     def ask(self) -> Ask:
-        """What was asked for."""
+        """The request's content."""
         return self.call.ask
 
     @property
     def is_over(self) -> bool:
-        """Whether all choices are sampled, or stopped."""
+        """Whether all choices are sampled or cancelled."""
         return len(self.futures) == len(self.draws) and all(future.done() for future in self.futures)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether anybody still waits for it."""
+        """Whether a client still waits for it."""
         return any(not call.gone.is_set() for call in self.waiting)
 
     def join(self, call: AgentCall) -> None:
-        """Lets the call wait for this turn, too, from its first token on."""
+        """Let the call wait for this turn too; it gets all tokens from the first one on."""
         cached = len(self.draft.context) - len(self.draft.prompt_ids)
         call.tell(Accepted(self.draft.context, self.call.request_id, self.call.created, cached))
         with self._lock:
@@ -96,7 +168,7 @@ class AgentTurn:
             self.waiting.append(call)
 
     def hear(self, choice: int, token: int) -> bool:
-        """Passes a token on, as it is drawn; returns whether the turn goes on."""
+        """Send a drawn token to the waiting calls; return False if the turn was cancelled."""
         with self._lock:
             self._heard[choice].append(token)
             for call in self.waiting:
@@ -105,28 +177,26 @@ class AgentTurn:
         return not self.stopped
 
     def stop(self) -> None:
-        """Ends the turn with the tokens that are being drawn."""
+        """Cancel the turn after the tokens that are being drawn."""
         self.stopped = True
         for future in self.futures:
             future.cancel()
 
     def answer(self, turns: tuple[Turn, ...]) -> None:
-        """Gives everybody who waits the whole turns."""
+        """Send the complete turns to every waiting call."""
         for call in self.waiting:
             call.answered = self.call.request_id
             call.tell(Answered(turns))
 
     def leave(self) -> None:
-        """Tells everybody who waits that the turn has no end here."""
+        """Tell every waiting call that this process will not answer it."""
         for call in (*self.waiting, *self.later):
             call.tell(Left())
 
 
 @dataclass
-class EpisodeTurns:
-    """What is known of an episode's requests: those in flight, the marks of those that its rows answer, and who was given which
-    answer last.
-    """
+class Conversation:
+    """The requests of an episode: those in flight, the marks of the recorded answers, and which call got which answer last."""
 
     attempt: int
     lines: Lines = field(default_factory=Lines)
@@ -139,8 +209,8 @@ class EpisodeTurns:
     _prompts: dict[str, set[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, episode: Episode, attempt: int, marks: Sequence[RequestMark]) -> "EpisodeTurns":
-        """As the rows have it."""
+    def of(cls, episode: Episode, attempt: int, marks: Sequence[RequestMark]) -> "Conversation":
+        """Build it from the stored episode and its marks."""
         made = cls(attempt)
         by_step = {mark.step: mark for mark in marks}
         for step in episode.steps:
@@ -149,12 +219,12 @@ class EpisodeTurns:
 
     @property
     def count(self) -> int:
-        """How many requests there were."""
+        """How many requests the episode had."""
         firsts = {mark.request_id.partition(".")[0] for mark in self.marks}
         return len(firsts | {turn.call.request_id for turn in self.open})
 
     def add(self, step: Step, mark: RequestMark | None) -> None:
-        """A step that is in the rows."""
+        """Add a step that is stored."""
         self.lines.add(step)
         self._history.add(self.lines.steps, step.index, *((mark.tools, mark.template_options) if mark else ((), {})))
         if mark is not None:
@@ -162,30 +232,31 @@ class EpisodeTurns:
             self._prompts.setdefault(self._prompt_hash(step), set()).add(int(mark.asked.get("draw", 0)))
 
     def refresh(self, episode: Episode) -> None:
-        """Takes over what became known of the steps: results, and what was delivered."""
+        """Take over the stored steps' new results and their `delivered`."""
         self.lines.steps[:] = episode.steps
 
     def prompt(self, step: Step) -> tuple[int, ...]:
-        """The whole input of a step."""
+        """Return all input tokens of a step."""
         whole = self.lines.tokens(step.index)
         return whole[: len(whole) - len(step.sampled_ids)]
 
     def draft(self, chat: Chat, ask: Ask, most: int) -> AgentDraft:
-        """The prompt of the turn that is asked for, of which `most` tokens fit.
+        """Return the prompt of the requested turn, of at most `most` tokens.
 
         Raises:
             RequestError: the template refuses these messages, or they are far too long.
         """
-        found = self._history.find(ask, self.lines.steps)
+        match = self._history.find(ask, self.lines.steps)
+        reason = CONTINUES_NONE if self.lines.steps else None
         try:
-            reason = found.reason
-            if found.step != ROOT:
-                new, turn = ask.messages[found.count :], self.lines.steps[found.step].sampled_ids
-                ids, reason = chat.continuation(new, ask.tools, turn, ask.template_options, most)
+            if match.step != ROOT:
+                new, turn = ask.messages[match.count :], self.lines.steps[match.step].sampled_ids
+                ids, refusal = chat.continuation(new, ask.tools, turn, ask.template_options, most)
                 if ids is not None:
-                    return continuing(self.lines, found.step, new, ids, found.equal)
+                    return continuing(self.lines, match.step, new, ids, match.equal)
+                reason = refusal or None
             ids = chat.opening(ask.messages, ask.tools, ask.template_options, most)
-            return opening(self.lines, ask.messages, ids, reason or None)
+            return opening(self.lines, ask.messages, ids, reason)
         except TooLong as error:
             raise too_long(most, "more") from error
         except Exception as error:  # a template is a program, and the messages are anybody's
@@ -193,13 +264,13 @@ class EpisodeTurns:
             raise RequestError(400, said[:1000], code="invalid_messages", param="messages") from error
 
     def messages(self, draft: AgentDraft) -> tuple[Message, ...]:
-        """All messages of a draft's line."""
+        """Return all messages of the draft's chain."""
         if draft.parent == ROOT or draft.shared is not None:
             return draft.messages
         return (*messages_of(self.lines.steps, draft.parent), *draft.messages)
 
     def shown(self, ask: Ask) -> dict[tuple[int, int], str]:
-        """(step, call) -> what came of it, as the request shows it, for calls whose results are not known."""
+        """Return (step, call) -> the result that the request contains, for calls whose results are not stored."""
         pending = {step.index: _calls_key(step.message) for step in self.lines.steps if step.pending}
         found: dict[tuple[int, int], str] = {}
         for place, message in enumerate(ask.messages):
@@ -214,28 +285,28 @@ class EpisodeTurns:
         return found
 
     def session(self, draft: AgentDraft) -> int:
-        """Under which name the engine keeps the line of a draft: its parent's, where it goes on from that."""
+        """Return the engine's cache key for a draft: its parent's if it continues that."""
         if draft.parent != ROOT and draft.shared is None and draft.parent in self._sessions:
             return self._sessions[draft.parent]
         return secrets.randbits(63)
 
     def keep_session(self, step: Step, session: int) -> None:
-        """The engine keeps the line of that step under this name."""
+        """Note the engine's cache key of a step."""
         self._sessions[step.index] = session
 
     @property
     def all_sessions(self) -> set[int]:
-        """All names under which the engine keeps something of the episode."""
+        """All cache keys that the engine has for the episode."""
         return {*self._sessions.values(), *(turn.session for turn in self.open)}
 
     def is_other(self, call: AgentCall) -> bool:
-        """Whether the call's name was another request's before, with another body."""
+        """Return whether an earlier request had the same id and another body."""
         before = {mark.request_hash for mark in self.marks if _request_of(mark) == call.request_id}
         before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
         return bool(before - {call.body_hash})
 
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
-        """The turn that the call asks for once more."""
+        """Return the turn in flight that the call repeats."""
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
         if call.retry and not same:
             same = [turn for turn in self.open if turn.call.body_hash == call.body_hash]
@@ -243,7 +314,7 @@ class EpisodeTurns:
         return same[0] if same else None
 
     def recorded(self, call: AgentCall) -> list[RequestMark]:
-        """The marks of the whole answer that the call asks for once more, choice by choice; none if there is none."""
+        """Return the marks, one per choice, of the recorded answer that the call repeats; empty if there is none."""
         firsts = [mark for mark in self.marks if "." not in mark.request_id and CANCELLED not in mark.request_id]
         found = [mark for mark in firsts if mark.request_id == call.request_id]
         if call.retry and not found:
@@ -252,9 +323,9 @@ class EpisodeTurns:
         return self.answers(found[-1].request_id, call.ask.count) if found else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
-        """How often this very prompt was asked before, for each choice: the least numbers that no other answer has.
+        """Return for each choice the lowest number that no other answer to this very prompt has.
 
-        A call that comes again after it was stopped has the numbers that it had.
+        A call that is repeated after it was cancelled gets its numbers again.
         """
         stopped = [mark for mark in self.marks if CANCELLED in mark.request_id and self._is_again(mark, call)]
         before = sorted({int(mark.asked.get("draw", 0)) for mark in stopped})[: call.ask.count]
@@ -266,12 +337,12 @@ class EpisodeTurns:
         return (*before, *(next(fresh) for _ in range(call.ask.count - len(before))))
 
     def answers(self, request_id: str, count: int) -> list[RequestMark]:
-        """The marks of the answer to that request, choice by choice."""
+        """Return the marks of the answer to that request, one per choice."""
         by_id = {mark.request_id: mark for mark in self.marks}
         return [by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in by_id]
 
     def stopped_id(self, request_id: str) -> str:
-        """The id under which a stopped answer to that request is kept."""
+        """Return a fresh id for the record of a cancelled answer."""
         times = sum(mark.request_id.startswith(request_id + CANCELLED) for mark in self.marks)
         return f"{request_id}{CANCELLED}{times}"
 
@@ -283,30 +354,30 @@ class EpisodeTurns:
 
 
 def _request_of(mark: RequestMark) -> str:
-    """The id of the request whose answer, or part of one, the mark is of."""
+    """Return the id of the request to which the mark's answer belongs."""
     return mark.request_id.partition(CANCELLED)[0].partition(".")[0]
 
 
 def too_long(most: int, tokens: int | str) -> RequestError:
-    """The refusal of messages of so many tokens."""
+    """Return the error for messages of so many tokens."""
     said = f"This model's maximum context length is {most} tokens; the messages have {tokens}."
     return RequestError(400, said, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:
-    """What is the same for the same readable calls."""
+    """Return a text that is equal for equal readable calls."""
     made = [(call.name, call.arguments) for call in message.tool_calls if call.error is None]
     return json.dumps(made, sort_keys=True, default=dict)
 
 
 def _results(messages: Sequence[Message], place: int) -> list[str]:
-    """The texts of the tools' messages from that place on."""
+    """Return the texts of the tool messages that begin at that place."""
     following = takewhile(lambda message: message.role == "tool", messages[place:])
     return [message.content for message in following]
 
 
 def prompt_hash(draft: AgentDraft) -> str:
-    """What is the same for the same prompt, token for token."""
+    """Return a hash of the prompt's tokens."""
     return _hash_ids(draft.context)
 
 

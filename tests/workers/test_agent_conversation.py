@@ -1,4 +1,4 @@
-"""A request goes on from the turn whose history it has; where it has none's, it is said why."""
+"""A request continues the turn whose history it has, and begins another chain if no turn has it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,8 +8,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.workers.jobs import pending_agents
-from agentrl.workers.jobs.agent_history import Found, History
-from agentrl.workers.jobs.chain_reasons import AGAIN, COMPACTED, DROPPED, EDITED, NEW, OTHER_OPTIONS, OTHER_TOOLS
+from agentrl.workers.jobs.agent_conversation import CONTINUES_NONE, History, Match
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.store.agent_steps import CONTINUED
@@ -50,7 +49,7 @@ class Told:
             self.history.add(self.steps, index, TOOLS, {})
         self.messages = [message for one in self.steps for message in (*one.prompt, one.message)]
 
-    def find(self, *messages: Message, tools: Sequence[Any] = TOOLS, **options: Any) -> Found:
+    def find(self, *messages: Message, tools: Sequence[Any] = TOOLS, **options: Any) -> Match:
         return self.history.find(Ask(messages, "m", tuple(tools), options), self.steps)
 
 
@@ -59,56 +58,29 @@ NEXT = (result("result 4"),)
 
 def test_a_history_that_was_sampled_is_gone_on_from_wherever_it_ends() -> None:
     told = Told()
-    assert told.find(*told.messages, *NEXT) == Found(4, len(told.messages), equal=1)
-    assert told.find(*told.messages[:5], result("another")) == Found(1, 5, equal=1)
-    assert History().find(Ask((QUESTION,), "m"), ()) == Found()
+    assert told.find(*told.messages, *NEXT) == Match(4, len(told.messages), equal=1)
+    assert told.find(*told.messages[:5], result("another")) == Match(1, 5, equal=1)
+    assert History().find(Ask((QUESTION,), "m"), ()) == Match()
 
 
-def test_a_history_without_the_thoughts_of_its_turns_dropped_them_and_one_with_others_is_edited() -> None:
+def test_history_with_another_text_thought_tool_or_option_matches_no_later_turn() -> None:
     told = Told()
-    bare = [replace(message, thought="") for message in told.messages]
-    assert told.find(*bare, *NEXT).reason == DROPPED
-    assert told.find(*bare[:-1], told.messages[-1], *NEXT).reason == DROPPED, "the newest is often kept"
-    assert told.find(*told.messages[:-1], replace(told.messages[-1], thought="other"), *NEXT).reason == EDITED
+    for place, message in enumerate(told.messages):
+        changes = [{"content": "something else"}, *([{"thought": ""}] if message.thought else [])]
+        for change in changes:
+            edited = [*told.messages]
+            edited[place] = replace(message, **change)
+            match = told.find(*edited, *NEXT)
+            assert match.step < place // 2, (place, change)
+    assert told.find(*told.messages, *NEXT, tools=()) == Match()
+    assert told.find(*told.messages, *NEXT, enable_thinking=False) == Match()
 
 
-def test_a_history_that_is_shorter_at_its_beginning_or_in_its_middle_was_compacted() -> None:
+def test_history_with_a_turn_of_its_own_or_without_earlier_messages_matches_none() -> None:
     told = Told()
-    summary = Message("user", "So far: four pages were counted.")
-    assert told.find(SYSTEM, *told.messages[-3:], *NEXT).reason == COMPACTED, "the beginning was left out"
-    assert told.find(SYSTEM, QUESTION, *told.messages[-3:], *NEXT).reason == COMPACTED, "the middle was left out"
-    assert told.find(SYSTEM, QUESTION, summary, *told.messages[-1:], *NEXT).reason == COMPACTED
-    assert told.find(SYSTEM, QUESTION, summary).reason == COMPACTED, "a summary of all but the question"
-    assert told.find(*told.messages[-1:], *NEXT).reason == COMPACTED
-    bare = [replace(message, thought="") for message in told.messages]
-    assert told.find(SYSTEM, QUESTION, *bare[-3:], *NEXT).reason == COMPACTED, "with or without thoughts"
-
-
-def test_a_history_as_long_as_it_was_with_another_text_in_it_is_edited() -> None:
-    told = Told()
-    for place in range(len(told.messages)):
-        edited = [*told.messages]
-        edited[place] = replace(edited[place], content="something else")
-        assert told.find(*edited, *NEXT).reason == EDITED, place
-    assert told.find(SYSTEM, QUESTION, Message("assistant", "no"), Message("user", "sure?")).reason == EDITED
-    added = Message("user", "Be brief.")
-    assert told.find(*told.messages[:-2], added, *told.messages[-2:], *NEXT).reason == EDITED
-
-
-def test_the_same_words_with_other_tools_or_options_say_which() -> None:
-    told = Told()
-    assert told.find(*told.messages, *NEXT, tools=()).reason == OTHER_TOOLS
-    assert told.find(*told.messages, *NEXT, enable_thinking=False).reason == OTHER_OPTIONS
-    assert told.find(SYSTEM, QUESTION, tools=()).reason == OTHER_TOOLS
-    assert told.find(SYSTEM, QUESTION).reason == AGAIN
-
-
-def test_what_shares_no_turn_and_no_question_is_a_new_conversation() -> None:
-    told = Told()
-    assert told.find(Message("system", "You are a sub-agent."), Message("user", "Find a thing.")).reason == NEW
-    assert told.find(SYSTEM, Message("user", "Another question.")).reason == NEW
-    shot = (Message("user", "1+1?"), Message("assistant", "2"), Message("user", "2+2?"))
-    assert told.find(*shot).reason == NEW, "examples of its own are no history"
+    assert told.find(SYSTEM, *told.messages[-3:], *NEXT) == Match()
+    assert told.find(SYSTEM, QUESTION, Message("assistant", "no"), Message("user", "sure?")) == Match()
+    assert told.find(SYSTEM, QUESTION) == Match()
 
 
 def test_of_turns_that_say_the_same_the_first_draw_is_gone_on_from_in_whatever_order_they_came() -> None:
@@ -134,9 +106,9 @@ def test_ten_thousand_messages_are_matched_with_two_hundred_turns_that_say_the_s
     bare = [replace(message, thought="") for message in many]
     others = [replace(message, content="y", tool_calls=()) for message in many]
     for first, rest in ((replace(QUESTION, content="x"), many), (QUESTION, bare), (QUESTION, others), (SYSTEM, others)):
-        assert history.find(Ask((first, *rest), "m", tuple(TOOLS)), steps).reason in (EDITED, NEW)
-    assert history.find(Ask((SYSTEM, QUESTION), "m", tuple(TOOLS)), steps).reason == NEW
-    assert history.find(Ask((QUESTION, SYSTEM, QUESTION), "m", tuple(TOOLS)), steps).reason == COMPACTED
+        assert history.find(Ask((first, *rest), "m", tuple(TOOLS)), steps).step == ROOT
+    assert history.find(Ask((SYSTEM, QUESTION), "m", tuple(TOOLS)), steps) == Match()
+    assert history.find(Ask((QUESTION, SYSTEM, QUESTION), "m", tuple(TOOLS)), steps) == Match()
 
 
 @pytest.fixture
@@ -164,12 +136,12 @@ def test_why_tells_of_each_chain_why_it_began_and_of_each_turn_that_might_go_on_
         end_agent(stage, 1)
         stage.over()
     reasons = [one.new_row for one in episode_of(db, 1).steps]
-    assert reasons == [None, "another choice of one request", None, CONTINUED, DROPPED, NEW]
+    assert reasons == [None, "another choice of one request", None, CONTINUED, CONTINUES_NONE, CONTINUES_NONE]
     assert [one.parent for one in episode_of(db, 1).steps][2:4] == [0, 0]
     found = ledger.explain_fate(db, 1)
     assert [(one["step"], one["reason"]) for one in found["chains"]] == [(n, why) for n, why in enumerate(reasons) if why]
     assert found["ambiguous"] == [{"step": 2, "after": 0, "equal": 2}, {"step": 3, "after": 0, "equal": 2}]
     assert main(["why", "1"]) == 0
     shown = capsys.readouterr().out
-    assert f"step 4 begins chain 3: {DROPPED}" in shown
+    assert f"step 4 begins chain 3: {CONTINUES_NONE}" in shown
     assert "step 2 goes on from step 0: 2 turns say the same" in shown
