@@ -95,7 +95,7 @@ def test_no_folder_and_no_name_of_the_machine_that_made_it_stands_in_it(opened: 
 
 def test_a_demo_of_an_older_revision_is_upgraded(opened: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = Database(opened.database)
-    downgrade(old, "0011")
+    downgrade(old, "0012")
     old.close()
     pack(opened.root / "agentrl.db", tmp_path / "data", opened.root)
     shutil.copy(demo.DATA / demo.TOKENIZER, tmp_path / "data")

@@ -298,10 +298,10 @@ def test_no_store_and_stores_of_other_revisions_are_refused_with_what_to_type(tm
     assert "There is no store" in ended.stdout
     assert "agentrl submit" in ended.stdout
     with closing(store_in(tmp_path / "old", migrated_file)) as database:
-        downgrade(database, "0011")
+        downgrade(database, "0012")
     ended = command(tmp_path / "old", "ui", "--no-browser", "--port", "0")
     assert ended.returncode == ServiceError.exit_code, ended.stdout
-    assert "revision 0011" in ended.stdout
+    assert "revision 0012" in ended.stdout
     assert "agentrl db upgrade" in ended.stdout
     with closing(store_in(tmp_path / "new", migrated_file)) as database, database.engine.begin() as tx:
         tx.execute(text("UPDATE alembic_version SET version_num = '9999'"))

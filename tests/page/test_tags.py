@@ -5,17 +5,15 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import inspect
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.store import labels, planning
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.migrate import downgrade, upgrade
 from agentrl.workflow.store.reads import label_rows
 from tests.support.page_answers import PageOver
-from tests.support.played_runs import submission, values
+from tests.support.played_runs import submission
 
 
 @pytest.fixture
@@ -97,15 +95,6 @@ def test_a_note_of_another_run_is_not_taken_away(labelled: Database) -> None:
         with pytest.raises(NotFoundError, match=f"has no note {number}"):
             labels.remove_note(labelled, "first", number)
     assert len(label_rows.list_notes(labelled, "second")) == 1
-
-
-def test_an_older_store_gets_the_tables_and_a_downgrade_takes_them_away(labelled: Database) -> None:
-    labels.change_tags(labelled, "first", ["good"])
-    downgrade(labelled, "0011")
-    assert not {"run_tags", "run_notes"} & {*inspect(labelled.engine).get_table_names()}
-    upgrade(labelled)
-    assert values(labelled, "SELECT count(*) FROM run_tags") == [0]
-    assert labels.change_tags(labelled, "first", ["again"]) == ["again"]
 
 
 # the commands

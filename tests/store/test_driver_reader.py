@@ -98,7 +98,7 @@ def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> 
 def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_it(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'old.db'}"
     old = open_database(url)
-    downgrade(old, "0005")
+    downgrade(old, "0012")
     old.close()
     opened: list[Database] = []
 

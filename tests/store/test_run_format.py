@@ -1,7 +1,7 @@
 """A store of an older agentrl with an interrupted run: it is upgraded, every read works, and its runs cannot be resumed.
 
-`older_store.sql.xz` is the SQLite dump of a store at revision 0012: the run `finished`, and `broken-off`, whose workers were
-killed in its seventh iteration.
+The two dumps are of one store at revision 0012, made by agentrl at commit 18ff0d1: the run `finished`, and `broken-off`, whose
+workers were killed in its seventh iteration.
 """
 
 import lzma
@@ -12,19 +12,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import MetaData, create_engine, insert, select
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine
 
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import head, upgrade
 from agentrl.workflow.store.run_format import RUN_FORMAT
+from agentrl.workflow.tables import schema
 from tests.conftest import forget_process
 from tests.support.played_runs import start, submission, values
 from tests.support.typed import agentrl
 
-REVISION = "0012"
 DUMP = Path(__file__).with_name("older_store.sql.xz")
+POSTGRES_DUMP = Path(__file__).with_name("older_store_postgres.sql.xz")
 REFUSAL = re.compile(
     rf"Run '[a-z-]+' has format 2 and this agentrl can (\w+) only format {RUN_FORMAT}: use agentrl at commit [0-9a-f]{{7}}, "
     r"on a copy of the store from before its upgrade\.\n  Read it here: agentrl episodes [a-z-]+\n"
@@ -35,16 +38,16 @@ REFUSAL = re.compile(
 def older(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The upgraded store, which the settings name."""
     home.mkdir()
-    file = home / "agentrl.db"
-    with closing(sqlite3.connect(file)) as connection:
-        connection.executescript(lzma.decompress(DUMP.read_bytes()).decode().replace("@HERE@", str(home)))
-    if request.param == "postgres":
+    if request.param == "sqlite":
+        with closing(sqlite3.connect(home / "agentrl.db")) as connection:
+            connection.executescript(script(DUMP, home))
+    else:
         url = request.getfixturevalue("empty_postgres")
         monkeypatch.setenv("AGENTRL_DATABASE_URL", url)
-        database = Database(url)
-        upgrade(database, REVISION)
-        copy_rows(file, database)
-        database.close()
+        engine = create_engine(url)
+        with engine.begin() as tx:
+            tx.exec_driver_sql(script(POSTGRES_DUMP, home).replace("%", "%%"))
+        engine.dispose()
     forget_process()
     database = Database(settings().database)
     upgrade(database)
@@ -55,16 +58,15 @@ def older(home: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     forget_process()
 
 
-def copy_rows(file: Path, target: Database) -> None:
-    """Copies all rows of a SQLite file into a database that has the same tables."""
-    tables, engine = MetaData(), create_engine(f"sqlite:///{file}")
-    tables.reflect(target.engine)
-    with engine.connect() as source, target.engine.begin() as tx:
-        for table in tables.sorted_tables:
-            rows = [dict(row) for row in source.execute(select(table)).mappings()]
-            if rows and table.name != "alembic_version":
-                tx.execute(insert(table), rows)
-    engine.dispose()
+def script(dump: Path, home: Path) -> str:
+    """Return the statements of a dump whose folder is `home`."""
+    return lzma.decompress(dump.read_bytes()).decode().replace("@HERE@", str(home))
+
+
+def test_upgrade_of_an_older_store_makes_the_declared_tables(older: Database) -> None:
+    with older.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
 
 
 def test_upgrade_keeps_all_rows_and_pauses_running_runs(older: Database) -> None:

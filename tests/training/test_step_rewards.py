@@ -26,7 +26,6 @@ from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store import planning, reward_sets, steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
-from agentrl.workflow.store.migrate import downgrade, upgrade
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.train_claims import IterationWork
@@ -109,15 +108,6 @@ def test_a_parent_among_its_forks_brings_what_its_steps_earned(database: Databas
     stand_in = value(database, "SELECT max(id) FROM episodes")
     assert rows(database, stand_in) == rows(database)
     assert find_origin(database, stand_in).reward_sets["default"].parts == PARTS
-
-
-def test_rewards_of_an_older_database_are_their_episodes_and_a_downgrade_sums_up_what_steps_earned(database: Database) -> None:
-    played(database)
-    downgrade(database, "0004")
-    before = "SELECT value FROM rewards WHERE episode_id = 1 ORDER BY id"
-    assert values(database, before) == [1.0, 0.75]
-    upgrade(database)
-    assert rows(database) == [("numeric_answer", None, 1.0), ("format", None, 0.75)]
 
 
 # --- a run --------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = getLogger("agentrl.migrate")
 READER_ROLE, TOOLS_ROLE, AGENTS_ROLE = "agentrl_reader", "agentrl_tools", "agentrl_agents"
+FIRST, FIRST_COMMIT = "0012", "18ff0d1"
+"""The first migration, and the commit whose newest it was; older ones are in that commit only."""
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 STRONG_PASSWORD_CHARACTERS = 12
@@ -71,22 +73,41 @@ def open_database(url: str) -> Database:
         raise ServiceError(said, "Name another file for the store; this one was left as it is.")
     if found == head():
         return database
-    newer = found is not None and found not in {script.revision for script in _script().walk_revisions()}
-    if database.is_sqlite and not newer:
+    known = found is None or found in {script.revision for script in _script().walk_revisions()}
+    if database.is_sqlite and known:
         upgrade(database)
         return database
     database.close()
-    if newer:
+    check_revision(found)
+    if not known:
         raise ServiceError(f"A newer agentrl made this database (revision {found}; known here: {head()}).", "Use that one.")
     raise ServiceError(
         f"The database is at revision {found or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
     )
 
 
+def check_revision(revision: str | None) -> None:
+    """Check that the migrations begin at or before a database's revision.
+
+    Raises:
+        ServiceError: they begin later.
+    """
+    if revision is not None and revision < FIRST:
+        raise ServiceError(
+            f"The database is at revision {revision}, and this agentrl upgrades from {FIRST} on.",
+            f"Upgrade it with agentrl at commit {FIRST_COMMIT} first (`agentrl db upgrade`), then with this one.",
+        )
+
+
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Upgrades the database to `revision`, and makes its views and triggers anew."""
+    """Upgrade the database to `revision`, and make its views and triggers anew.
+
+    Raises:
+        ServiceError: the database is older than the first migration.
+    """
     from alembic import command
 
+    check_revision(current(database))
     with _migration_lock(database):
         _migrate(database, lambda config: command.upgrade(config, revision))
 
