@@ -138,11 +138,13 @@ def test_the_scalar_is_the_weighted_sum_and_a_hooks_part_counts_one() -> None:
     assert total_reward({"numeric_answer": 1.0, "format": 0.5, "bonus": 0.25}, {"numeric_answer": 1.0, "format": 0.0}) == 1.25
 
 
-def test_the_math_env_rewards_the_final_answer_alone_and_records_the_form() -> None:
+def test_math_env_rewards_the_answer_and_well_formed_turns() -> None:
     weights = find("envs", "math").rewards
     parts = score(episode(turn("a", CALL), turn("It must be 72")), weights)
     assert parts == {"numeric_answer": 1.0, "format": 0.5}
-    assert total_reward(parts, weights) == 1.0
+    assert total_reward(parts, weights) == 1.05
+    wrong = score(episode(turn("It must be 7")), weights), score(episode(turn("#### 7")), weights)
+    assert [total_reward(each, weights) for each in wrong] == [0.0, 0.1]
 
 
 @pytest.fixture

@@ -380,7 +380,7 @@ def test_rewards_that_all_weigh_nothing_are_remarked_unless_a_hook_or_the_env_ad
 def test_stored_episodes_that_earned_nothing_are_remarked(
     own_database: Database, asked: dict[str, Any], hooks: list[str], remarked: bool
 ) -> None:
-    rolled_out(own_database, asked | {"rewards": {"numeric_answer": 0.0}, "hooks": hooks})
+    rolled_out(own_database, asked | {"rewards": {"numeric_answer": 0.0, "format": 0.0}, "hooks": hooks})
     remarks = prepare_stored(own_database, *resolve(flags={"source.runs": ["mine"]})).remarks
     assert [remark for remark in remarks if remark.startswith("No reward counts")] == list(remarks)
     assert bool(remarks) == remarked

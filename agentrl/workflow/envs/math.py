@@ -1,16 +1,17 @@
-"""math: word problems with one number as the answer, and a calculator at hand.
+"""math: word problems whose answer is one number, with a calculator.
 
-The reward is on the final answer alone; whether the turns are well formed is recorded beside it, with weight 0.
+The final answer earns 1. Well-formed turns earn up to 0.1 more: while a model solves nothing yet, that part alone makes the
+episodes of a group differ, so that it learns to end its turns and to write answers that can be read.
 """
 
 from agentrl.workflow.envs import Env
 
 math = Env(
     system_prompt=(
-        "Solve the problem step by step. Use the calculator for every computation. "
-        "End your last message with a line that holds only the answer: #### <number>"
+        "Solve the problem step by step, with one short line for each step. You may call the calculator for a computation. "
+        "Write the answer, a number, on the last line after ####. For example:\n12 * 3 = 36\n#### 36"
     ),
     tools=("calculator",),
-    rewards={"numeric_answer": 1.0, "format": 0.0},
+    rewards={"numeric_answer": 1.0, "format": 0.1},
     correct=("numeric_answer",),
 )
