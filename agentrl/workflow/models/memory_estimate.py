@@ -126,20 +126,22 @@ class Shape:
     def kept(self) -> int:
         """Bytes per token that one layer keeps for its backward pass.
 
-        What both norms and all projections read, query, keys, values, attention's result, gate, its SiLU, and up. Norms and
-        adapters keep what they read in float32; where the model computes in less, each adapter has a copy of its own.
+        What both norms and all projections read, query, keys, values, attention's result, gate, its SiLU, and up, and what
+        adapters read in between. Norms keep what they read in float32.
         """
-        hidden, inner = self.hidden, int(self.config.get("intermediate_size") or 4 * self.hidden)
-        queries, adapters = self.heads * self.head_width, len(self.adapted) // self.layers if self.rank else 0
-        states = 2 * queries + 2 * self.keys + 3 * inner
-        own_copies = self.element < FLOAT and adapters
-        read = (7 * hidden + queries if own_copies else 4 * hidden) + inner
-        small = adapters * self.rank + self.heads + 2
-        return FLOAT * (read + small) + self.element * states
+        inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
+        adapters = len(self.adapted) // self.layers if self.rank else 0
+        states = 2 * self.hidden + 2 * self.heads * self.head_width + 2 * self.keys + 4 * inner + adapters * self.rank
+        return FLOAT * (2 * self.hidden + self.heads + 2) + self.element * states
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes that all layers keep for the backward pass; with checkpointing only what they read."""
-        return tokens * self.layers * (self.element * self.hidden if checkpointing else self.kept)
+        """Bytes that all layers keep for the backward pass; with checkpointing only what they read.
+
+        Adapters that are cast to the model's precision are kept too.
+        """
+        if checkpointing:
+            return tokens * self.layers * self.element * self.hidden
+        return tokens * self.layers * self.kept + (self.element * self.lora if self.element < FLOAT else 0)
 
     def at_work(self, tokens: int, checkpointing: bool) -> int:
         """Bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made again."""

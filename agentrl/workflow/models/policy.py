@@ -28,6 +28,7 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_fi
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
+from agentrl.workflow.models.adapter_precision import cast_adapters_down
 from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
@@ -259,6 +260,7 @@ class Policy:
             torch.manual_seed(int(self.base_hash[:8], 16))
             model = get_peft_model(loaded, lora, adapter_name="policy")
             model.add_adapter("sampler", lora)
+        cast_adapters_down(model)
         self._check_places(model)
         return {"policy": model, "sampler": model}
 

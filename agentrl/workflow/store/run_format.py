@@ -6,9 +6,9 @@ but cannot be resumed, forked, rescored or verified: the code of its rules is go
 
 from agentrl.workflow.errors import StateError
 
-RUN_FORMAT = 5
+RUN_FORMAT = 6
 """The number of new runs. docs/stability.md says what each format changed."""
-LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b"}
+LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799b05"}
 """An older format -> the last commit of agentrl that works on it."""
 
 
