@@ -73,6 +73,8 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(help="Split of the dataset [test; of a file its only one].", show_default=False)
     ] = None,
+    map: Annotated[str | None, typer.Option(help="Columns to read [the run's, for its dataset].", show_default=False)] = None,
+    filter: Annotated[str | None, typer.Option(help="SQL condition on the columns of rows.", show_default=False)] = None,
     n: Annotated[int | None, typer.Option("-n", min=1, max=4096, help="Only the first N tasks.", show_default=False)] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     env: Annotated[str | None, typer.Option(help="Env [the run's, else the dataset's own].", show_default=False)] = None,
@@ -127,7 +129,8 @@ def evaluate(
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
     asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
     own = {"name": agent, "network": agent_network, "unsafe": agent_unsafe, "sandbox": agent_sandbox}
-    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own, parse_weights(reward or ()))
+    rows, weights = {"map": map, "filter": filter}, parse_weights(reward or ())
+    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own, weights, rows)
     config = build(config.flat() | chat_values(tool_format, chat_template))
     prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     for remark in prepared.remarks:
@@ -192,6 +195,7 @@ def eval_run_of(
     trust: bool = False,
     agent: Mapping[str, Any] = MappingProxyType({}),
     rewards: Mapping[str, float] = MappingProxyType({}),
+    rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
     """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
 
@@ -200,7 +204,7 @@ def eval_run_of(
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 
     base, ref = find_trusted_policy(policy, trust)
-    config = eval_config(base, dataset, split, n, rollout, env, agent, rewards)
+    config = eval_config(base, dataset, split, n, rollout, env, agent, rewards, rows)
     if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
         check_model_is_there(policy, config)
     return in_one_iteration(config), ref

@@ -33,6 +33,7 @@ def resume(
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workers.stack import broker
     from agentrl.workers.stack.control_loop import send_missing
+    from agentrl.workflow.datasets import changed_files
     from agentrl.workflow.models.lookup import check_base
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import control_reads, extending, planning
@@ -47,6 +48,9 @@ def resume(
     else:
         planning.check_resumable(row)
     check_base(row["base"], row["base_hash"])
+    for name in changed_files(row["manifest"].get("datasets", {}), row["config"]["dataset"]["split"]):
+        say(f"{name} has changed since {row['name']} was submitted, which goes on with its tasks as they were.")
+        say(f"To train on the new rows, submit another run: agentrl submit --dataset {name}")
     asked = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
     try:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -31,12 +30,12 @@ from agentrl.cli.offline_options import (
 from agentrl.cli.output import Json, say
 from agentrl.cli.targets import Trust, find_trained_policy, is_stored_policy
 from agentrl.workflow.config import build
-from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.errors import ConfigError, DatasetError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:
-    from agentrl.workflow.config import ModelConfig
+    from agentrl.workflow.config import DatasetConfig, ModelConfig
     from agentrl.workflow.training.offline_training import Recipe
     from agentrl.workflow.trajectory import PolicyRef
 
@@ -202,7 +201,8 @@ def _held_out_share(held_out: float) -> float:
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
     from agentrl.workflow.chat.templates import settle_chat
-    from agentrl.workflow.datasets import Dataset, is_file
+    from agentrl.workflow.config import DatasetConfig
+    from agentrl.workflow.datasets import Dataset, is_rows
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
     from agentrl.workflow.plugins import find
     from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
@@ -210,7 +210,8 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
-    found = read_demonstrations(Path(dataset), how.max_tasks) if is_file(dataset) else find("datasets", dataset)
+    rows = DatasetConfig(name=dataset, max_tasks=how.max_tasks)
+    found = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
@@ -228,18 +229,21 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
         say(DEQUANTISED_NOTE)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
-    if isinstance(found, list) and not _has_references(Path(dataset)):
+    if isinstance(found, list) and not _has_references(rows):
         say(f"Talk to it: agentrl chat --model {model_name(target)}")
         say(f"Train it on a dataset with answers: agentrl submit --dataset NAME --model {model_name(target)}")
     else:
         say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else model_name(target)}")
 
 
-def _has_references(file: Path) -> bool:
-    """Whether a run could train on the file, since each of its lines has an answer."""
-    from agentrl.workflow.datasets.jsonl import read_file
+def _has_references(rows: "DatasetConfig") -> bool:
+    """Return whether a run could train on the rows, since each of them has an answer."""
+    from agentrl.workflow.datasets import load_tasks
 
-    return not read_file(file)[1]
+    try:
+        return bool(load_tasks(rows).tasks)
+    except DatasetError:
+        return False
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":

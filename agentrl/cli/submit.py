@@ -50,7 +50,7 @@ def _flag_option(parameter: str, *names: str) -> Any:
     default = _DEFAULTS[key]
     shown = (
         ""
-        if default in (None, []) or parameter == "dataset"
+        if default in (None, [], {}) or parameter == "dataset"
         else f" [{str(default).lower() if isinstance(default, bool) else default}]"
     )
     panel = _PANELS.get(key.partition(".")[0], RUN)
@@ -76,6 +76,8 @@ def submit(
     ctx: typer.Context,
     dataset: Annotated[str | None, _flag_option("dataset")] = None,
     split: Annotated[str | None, _flag_option("split")] = None,
+    map: Annotated[str | None, _flag_option("map")] = None,
+    filter: Annotated[str | None, _flag_option("filter")] = None,
     epochs: Annotated[int | None, _flag_option("epochs", "--epochs", "--total-epochs")] = None,
     iterations: Annotated[int | None, _flag_option("iterations")] = None,
     model: Annotated[str | None, _flag_option("model", "--model", "--model-path")] = None,

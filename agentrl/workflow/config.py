@@ -46,6 +46,19 @@ def _as_resources(value: Any) -> Any:
     return read_resources({str(name): text for name, text in value.items()}) if isinstance(value, Mapping) else value
 
 
+def _as_columns(value: Any) -> Any:
+    """`question=prompt,answer=solution` as a mapping."""
+    if not isinstance(value, str):
+        return value or {}
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(field.strip() and column.strip() for field, _, column in pairs):
+        raise ValueError("write FIELD=COLUMN,FIELD=COLUMN, for example question=prompt,answer=solution")
+    return {field.strip(): column.strip() for field, _, column in pairs}
+
+
+Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
+"""Field of a task -> the column of a dataset that it is read from."""
+
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
 """Name -> weight."""
 
@@ -76,12 +89,14 @@ class Section(BaseModel):
 class DatasetConfig(Section):
     """The tasks."""
 
-    name: str = Field("gsm8k", description="gsm8k, arithmetic, a .jsonl file, or package.module:name")
-    split: str = Field("train", description="train, test, or another that the dataset has")
+    name: str = Field("gsm8k", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
+    split: str = Field("train", description="train, test or another of the dataset")
     max_tasks: int | None = Field(
         None, ge=1, le=MOST, description="Only the first N tasks", validation_alias=AliasChoices("max_tasks", "max_samples")
     )
-    skip_bad_rows: bool = Field(False, description="Leave malformed rows of a .jsonl file out, and say which")
+    map: Annotated[Columns, BeforeValidator(_as_columns)] = Field({}, description="Columns to read: question=A,answer=B.C")
+    filter: str | None = Field(None, min_length=1, description="SQL condition on the columns of rows to keep")
+    skip_bad_rows: bool = Field(False, description="Leave malformed rows of a file out, and say which")
 
 
 class ModelConfig(Section):
@@ -263,9 +278,7 @@ class CriticConfig(Section):
 class UpdateConfig(Section):
     """How one train step runs."""
 
-    trainer: str = Field(
-        "agentrl", description="Who makes the update: agentrl, trl (TRL's GRPOTrainer), or package.module:name"
-    )
+    trainer: str = Field("agentrl", description="agentrl, trl (TRL's GRPOTrainer), or package.module:name")
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
     )
@@ -552,7 +565,7 @@ class RunConfig(Section):
 NO_AGENT: dict[str, Any] = {name: None if name == "name" else field.default for name, field in AgentConfig.model_fields.items()}
 """The section `agent` where there is none."""
 
-NAMED = ("rewards", "resources")
+NAMED = ("rewards", "resources", "dataset.map")
 """The keys that hold names of a person's own, and no keys of ours."""
 
 

@@ -28,6 +28,8 @@ TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
 FLAGS = {
     "dataset": "dataset.name",
     "split": "dataset.split",
+    "map": "dataset.map",
+    "filter": "dataset.filter",
     "epochs": "epochs",
     "iterations": "iterations",
     "model": "model.path",

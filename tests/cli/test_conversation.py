@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.cli.conversation import Talk
 from agentrl.cli.main import main
+from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import StateError
@@ -136,7 +137,7 @@ def test_a_conversation_with_calls_is_streamed_saved_and_replayed(
     at = screen.wait("agentrl sft --dataset", at)
     at = screen.wait("> ", at)
     leave(screen)
-    first, saved = read_demonstrations(file)
+    first, saved = read_demonstrations(DatasetConfig(name=str(file)))
     assert first.messages[0].content == "1 + 1?"
     assert [message.role for message in saved.messages] == ["user", "assistant", "tool", "assistant"]
     assert saved.messages[1].tool_calls[0].arguments == {"expression": "15-8"}

@@ -1,5 +1,7 @@
 """`agentrl resume` where the run moves while the command looks at it."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ from sqlalchemy import text
 
 from agentrl.cli import services
 from agentrl.cli.main import main
+from agentrl.workflow.dataset_rows.sources import hash_source
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import submission
@@ -45,3 +48,19 @@ def test_a_run_that_is_cancelled_meanwhile_was_not(
     monkeypatch.setattr(services, "ready_workers", sets(stranded, "cancelled"))
     assert main(["resume", "first"]) == 6
     assert "is cancelled" in capsys.readouterr().err
+
+
+def test_resume_notices_a_dataset_file_that_has_changed(
+    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(services, "ready_workers", sets(own_database, "done"))
+    file = tmp_path / "rows.jsonl"
+    for number, rows in enumerate(("a", "b")):
+        file.write_text("a")
+        asked = replace(
+            submission(f"run{number}"), manifest={"id": str(number), "datasets": {str(file): hash_source(str(file), "train")}}
+        )
+        planning.submit(own_database, asked)
+        file.write_text(rows)
+        assert main(["resume", f"run{number}"]) == 0
+        assert (f"{file} has changed since run{number} was submitted" in capsys.readouterr().err) == (rows == "b")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentrl.workers.requests.submission import prepare
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import Dataset, load_tasks
-from agentrl.workflow.datasets.jsonl import read_rows, read_tasks
+from agentrl.workflow.datasets.jsonl import read_rows
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import score, total_reward
@@ -222,7 +222,7 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
     lines.append({"prompt": [*history[:2], thought, {**history[3], "tool_call_id": "c2"}], "answer": 42})
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    tasks, _ = read_tasks(path)
+    tasks = load_tasks(DatasetConfig(name=str(path))).tasks
     expected = (
         Message("system", "Be short."),
         Message("user", "What is 6 times 7?"),
@@ -262,7 +262,8 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
         (b'{"question": "\\ud800", "answer": "1"}', r"U\+D800"),
         ({"question": "a", "answer": "1", "note": "\x00"}, "NUL"),
         (b'{"question": "a", "answer": "1", "note": "\\udc00"}', "surrogate"),
-        ({"question": "a" * 10_000_000, "answer": "1"}, "the prompt has 10.0 MB; at most 1 MB"),
+        ({"question": "a" * 2_000_000, "answer": "1"}, "the prompt has 2.0 MB; at most 1 MB"),
+        ({"question": "a", "answer": "1", "note": "a" * 10_000_000}, "the row has more than 8 MB"),
         ({"messages": [], "answer": "1"}, "'messages' is an empty list"),
         ({"messages": {}, "answer": "1"}, "'messages' must be a list, not an object"),
         (b'{"question": "?", "answer": ' + b"1" * 5000 + b"}", "a number of 5000 digits is too large"),
@@ -353,19 +354,21 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"holds no task\. Write one JSON object per line"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "empty.jsonl", b""))))
     with pytest.raises(DatasetError, match="one split, 'train'"):
-        read_tasks(write(tmp_path / "one.jsonl", GOOD), "test")
+        load_tasks(DatasetConfig(name=str(write(tmp_path / "one.jsonl", GOOD)), split="test"))
 
 
 def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
         load_tasks(DatasetConfig(name="gsm8"))
     with pytest.raises(ConfigError, match="No dataset is called"):
+        load_tasks(DatasetConfig(name="passwd\x1b"))
+    with pytest.raises(DatasetError, match=r"There is no dataset '../../etc/passwd\\x1b'"):
         load_tasks(DatasetConfig(name="../../etc/passwd\x1b"))
     with pytest.raises(DatasetError, match=r"jsonl is a format.*--dataset FILE\.jsonl"):
         load_tasks(DatasetConfig(name="jsonl"))
     with pytest.raises(DatasetError, match=r"no split 'trian'\. Did you mean 'train'"):
         load_tasks(DatasetConfig(name="gsm8k", split="trian"))
-    with pytest.raises(ConfigError, match=r"skip_bad_rows is for \.jsonl files"):
+    with pytest.raises(ConfigError, match="skip_bad_rows is for rows of files"):
         load_tasks(DatasetConfig(name="gsm8k", skip_bad_rows=True))
 
 

@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.config import DatasetConfig, ModelConfig
+from agentrl.workflow.dataset_rows.formats import MAX_ROW_BYTES
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
-from agentrl.workflow.training.demonstrations import MOST_BYTES, Demonstration, read_demonstrations
+from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
 from agentrl.workflow.training.supervised import segments_of
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.support.small_models import chat
@@ -37,7 +40,7 @@ def written(folder: Path, *rows: object) -> Path:
 
 
 def test_a_conversation_is_taken_with_its_calls_and_tools_up_to_the_last_thing_the_assistant_says(tmp_path: Path) -> None:
-    (shown,) = read_demonstrations(written(tmp_path, WHOLE))
+    (shown,) = read_demonstrations(DatasetConfig(name=str(written(tmp_path, WHOLE))))
     call = Message("assistant", "", "I compute.", (ToolCall("calculator", {"expression": "6*7"}),))
     assert shown.messages[2:] == (call, Message("tool", "42", name="calculator"), Message("assistant", "42"))
     assert shown.tools == (TOOL,)
@@ -50,8 +53,28 @@ def test_a_conversation_is_taken_with_its_calls_and_tools_up_to_the_last_thing_t
 
 def test_a_question_and_its_answer_are_two_turns_whatever_they_are_called(tmp_path: Path) -> None:
     file = written(tmp_path, {"question": "a", "answer": "b"}, "", {"prompt": "a", "completion": "b", "id": 7})
-    assert read_demonstrations(file) == [Demonstration((Message("user", "a"), Message("assistant", "b")))] * 2
-    assert len(read_demonstrations(file, 1)) == 1
+    assert (
+        read_demonstrations(DatasetConfig(name=str(file)))
+        == [Demonstration((Message("user", "a"), Message("assistant", "b")))] * 2
+    )
+    assert len(read_demonstrations(DatasetConfig(name=str(file), max_tasks=1))) == 1
+
+
+def test_demonstrations_of_trl_rows_are_read_from_parquet(tmp_path: Path) -> None:
+    asked, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    )
+    shown = Demonstration((Message("user", "a"), Message("assistant", "b")))
+    for number, row in enumerate(
+        [
+            {"prompt": [asked], "completion": [good]},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"chosen": [asked, good], "rejected": [asked, bad]},
+        ]
+    ):
+        file = tmp_path / f"{number}.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+        assert read_demonstrations(DatasetConfig(name=str(file))) == [shown], row
 
 
 def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> None:
@@ -77,18 +100,18 @@ def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> Non
         ({"messages": [user, said], "tools": [{"name": "f"}]}, "'tools'"),
         ({"question": "\x00", "answer": "b"}, "U+0000"),
         ({"question": "\ud800", "answer": "b"}, "U+D800"),
-        ({"question": "a" * MOST_BYTES, "answer": "b"}, "at most"),
+        ({"question": "a" * MAX_ROW_BYTES, "answer": "b"}, "the most that is read"),
         ("[" * 100_000, "nested too deeply"),
     ]
     for line, why in lines:
         with pytest.raises(DatasetError, match="1 malformed row") as refused:
-            read_demonstrations(written(tmp_path, {"question": "a", "answer": "b"}, line))
+            read_demonstrations(DatasetConfig(name=str(written(tmp_path, {"question": "a", "answer": "b"}, line))))
         assert "line 2: " in str(refused.value), line
         assert why in str(refused.value), line
     with pytest.raises(DatasetError, match="holds no demonstration"):
-        read_demonstrations(written(tmp_path))
+        read_demonstrations(DatasetConfig(name=str(written(tmp_path))))
     with pytest.raises(DatasetError, match="No such file"):
-        read_demonstrations(tmp_path / "none.jsonl")
+        read_demonstrations(DatasetConfig(name=str(tmp_path / "none.jsonl")))
 
 
 def test_a_model_is_made_of_a_file_of_conversations(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ def eval_config(
     env: str | None = None,
     agent: Mapping[str, Any] = MappingProxyType({}),
     rewards: Mapping[str, float] = MappingProxyType({}),
+    rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
     """The config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
 
@@ -47,6 +48,7 @@ def eval_config(
         rewards: reward -> weight in place of the run's; empty: the run's.
         agent: values in place of the run's in the section `agent`; another agent takes the place of the run's, or of the
             built-in loop with its options.
+        rows: values for the section `dataset`: how the rows of `dataset` are read; the run's hold for its own dataset.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
@@ -54,7 +56,8 @@ def eval_config(
     values |= _agent_values(agent)
     values |= {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
     if dataset is not None and dataset != config.dataset.name:
-        values |= {"dataset.name": dataset, "dataset.skip_bad_rows": False}
+        values |= {"dataset.name": dataset, "dataset.skip_bad_rows": False, "dataset.map": {}, "dataset.filter": None}
+    values |= {f"dataset.{key}": value for key, value in rows.items() if value}
     return build(values | ({} if env is None else {"env": env}) | ({"rewards": dict(rewards)} if rewards else {}))
 
 

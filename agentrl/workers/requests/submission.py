@@ -28,7 +28,7 @@ from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.datasets import LoadedTasks, env_of, is_file, load_tasks
+from agentrl.workflow.datasets import LoadedTasks, absolute_name, env_of, hash_dataset, is_rows, load_tasks, split_mixture
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional_rewards
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
@@ -138,7 +138,7 @@ def prepare(
         kind,
         ref,
         _name_stem(config, kind, policy),
-        manifest=manifest(config) | ({"right_by": correctness_rule(asked.env, config)} if kind == "eval" else {}),
+        manifest=_task_manifest(asked.env, config, kind),
         tasks=divided.tasks,
         roles=divided.roles,
         code_hash=experiment.scoring_hash(),
@@ -146,8 +146,12 @@ def prepare(
     submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
     untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
     remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
-    remarks += (remark_on_repeats(config, loaded.repeated),) if loaded.repeated else ()
-    remarks += (*remark_on_agent(experiment), *((untold,) if untold else ()), *_remark_on_tiny(experiment, folder))
+    remarks += (
+        *remark_on_tasks(config, loaded),
+        *remark_on_agent(experiment),
+        *((untold,) if untold else ()),
+        *_remark_on_tiny(experiment, folder),
+    )
     name, output = submission.name, submission.output_dir
     older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
     if older not in ("", name):
@@ -168,7 +172,7 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
         AgentRLError: as `load_tasks`.
     """
     try:
-        return load_tasks(config.dataset)
+        loaded = load_tasks(config.dataset, config.seed)
     except DatasetError as fault:
         faults: list[AgentRLError] = [fault]
         try:
@@ -177,6 +181,16 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
         except AgentRLError as other:
             faults.append(other)
         raise join_faults(*faults) from fault
+    if not (config.env or loaded.env):
+        raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Name one for all: --env math")
+    return loaded
+
+
+def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:
+    """The manifest of a run with tasks of its own: with the hash of each file that they were read from."""
+    rule = {"right_by": correctness_rule(env, config)} if kind == "eval" else {}
+    hashes = hash_dataset(config.dataset)
+    return manifest(config) | rule | ({"datasets": hashes} if hashes else {})
 
 
 def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
@@ -257,7 +271,9 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
         return None
     other = asked.dataset is not None and asked.dataset != config.dataset.name
     env = env_of(config.dataset.model_copy(update={"name": asked.dataset})) if other else None
-    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, {"group_size": asked.group_size}, env)
+    rows = {"map": config.dataset.map, "filter": config.dataset.filter} if is_rows(asked.dataset or config.dataset.name) else {}
+    rollout = {"group_size": asked.group_size}
+    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, rollout, env, rows=rows)
     return prepare(db, in_one_iteration(measured), "eval", policy).submission
 
 
@@ -279,10 +295,13 @@ def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
         )
 
 
-def remark_on_repeats(config: RunConfig, count: int) -> str:
-    """A remark on tasks that were left out because an earlier one says the same."""
-    rows = "1 row says" if count == 1 else f"{count} rows say"
-    return f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
+def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
+    """Yield remarks on tasks that were left out: repeated ones, and those beyond a dataset's share."""
+    if loaded.repeated:
+        rows = "1 row says" if loaded.repeated == 1 else f"{loaded.repeated} rows say"
+        yield f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
+    for name, (used, read) in loaded.shares.items():
+        yield f"{name}: {used} of {read} tasks are used, by its weight."
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:
@@ -393,8 +412,7 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with absolute paths of files: a run may be resumed and evaluated from anywhere."""
     dataset, output = config.dataset, config.output_dir
-    if is_file(dataset.name):
-        dataset = dataset.model_copy(update={"name": str(Path(dataset.name).expanduser().resolve())})
+    dataset = dataset.model_copy(update={"name": absolute_name(dataset.name)})
     if output and not is_url(output):
         output = str(Path(output).expanduser().resolve())
     tools = tuple(mcp_tool.absolute_name(name) for name in config.tools)
@@ -436,7 +454,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
-    words = [Path(config.dataset.name.rpartition(":")[2]).stem, Path(config.model.path).name]
+    words = [*(Path(name.rpartition(":")[2]).stem for name in split_mixture(config.dataset.name)), Path(config.model.path).name]
     words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
     stem = "-".join(word for word in words if word).lower()
     plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)

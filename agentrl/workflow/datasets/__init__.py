@@ -1,12 +1,15 @@
 """Datasets: each file here yields Tasks. See `Dataset`; `load_tasks` is the entry point."""
 
+import hashlib
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 
 from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows import sources
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.trajectory import Message, Task
@@ -30,44 +33,128 @@ class Dataset:
     sft_split: str = "train"
 
 
-_Reader = Callable[[Path, str, bool], tuple[list[Task], list[str]]]
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
     """The tasks that a config's dataset section names.
 
     Args:
         tasks: the tasks in the dataset's order; at least one, with different keys.
-        env: name of the env for the tasks.
+        env: name of the env for the tasks; empty if those of several datasets differ in it.
         skipped: malformed rows that were left out, each as `line N: why`.
         repeated: tasks that were left out because an earlier one says the same.
+        shares: of several datasets with weights, how many of its tasks each gives: name -> (used, read).
     """
 
     tasks: tuple[Task, ...]
     env: str
     skipped: tuple[str, ...] = ()
     repeated: int = 0
+    shares: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def load_tasks(config: DatasetConfig) -> LoadedTasks:
-    """Loads the tasks of a plug-in, of a user's `package.module:name`, or of a .jsonl file.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The tasks of one dataset, read as they are asked for; `skipped` grows with them."""
+
+    tasks: Iterable[Task]
+    env: str
+    skipped: list[str] = field(default_factory=list)
+
+
+def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
+    """Load the tasks of a plug-in, a user's `package.module:name`, a file, a folder, a hub dataset, or of several of these.
+
+    Several datasets without weights give all of their tasks. With weights they give tasks in these proportions, as many as the
+    one that ends first has.
+
+    Args:
+        seed: chooses the tasks of those that have more than their share.
 
     Raises:
-        ConfigError: there is no such dataset, or `skip_bad_rows` is set for one that is not a .jsonl file.
+        ConfigError: there is no such dataset, or an option is set that is for rows, and the dataset has none.
         DatasetError: there is no such file or split, rows are malformed, the loader raises or yields something other than
             Tasks, there is no task, or two tasks have one key.
     """
-    found, env, skipped = _find_reader(config)
-    repeats = _Repeats()
-    tasks = _select_tasks(config, lambda: repeats.left_out(found()))
-    if not tasks:
-        hint = "Write one JSON object per line into it." if is_file(config.name) else "Name another."
-        raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
-    key, count = Counter(task.key for task in tasks).most_common(1)[0]
+    parts = split_mixture(config.name)
+    loaded = [_load_one(config.model_copy(update={"name": name})) for name in parts]
+    (found, *others) = [_take_shares(parts, loaded, config.max_tasks, seed)] if len(parts) > 1 else loaded
+    assert not others
+    key, count = Counter(task.key for task in found.tasks).most_common(1)[0]
     if count > 1:
-        raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", "Give every task a key of its own.")
-    return LoadedTasks(tasks, env, tuple(skipped), repeats.count)
+        hint = "Rename one of the files, or name their folders." if len(parts) > 1 else "Give every task a key of its own."
+        raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", hint)
+    return found
+
+
+def split_mixture(name: str) -> dict[str, float | None]:
+    """Return the datasets of `A,B` or `A=0.7,B=0.3` with their weights, None without; of any other name that one.
+
+    Raises:
+        ConfigError: a weight is missing or not above 0, or one dataset is named twice.
+    """
+    if "," not in name or Path(name).is_file():
+        return {name: None}
+    parts: dict[str, float | None] = {}
+    for text in name.split(","):
+        part, separator, weight = text.strip().rpartition("=")
+        try:
+            value = float(weight) if separator else None
+        except ValueError:
+            value = math.nan
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{weight!r} is not a weight of the dataset {part!r}.", "Write --dataset A=0.7,B=0.3")
+        part = part if separator else weight
+        if not part or part in parts:
+            raise ConfigError(f"--dataset {name!r:.200} names {part!r} twice." if part else f"--dataset {name!r} lacks a name.")
+        parts[part] = value
+    if len({value is None for value in parts.values()}) > 1:
+        raise ConfigError(f"--dataset {name!r:.200} gives some datasets a weight and others none.", "Give each one a weight.")
+    return parts
+
+
+def _take_shares(parts: dict[str, float | None], loaded: Sequence[LoadedTasks], most: int | None, seed: int) -> LoadedTasks:
+    """The tasks of several datasets as one, in the order of the datasets."""
+    chosen = [each.tasks for each in loaded]
+    shares: dict[str, tuple[int, int]] = {}
+    if None not in parts.values():
+        whole = sum(weight or 0.0 for weight in parts.values())
+        weights = [(weight or 0.0) / whole for weight in parts.values()]
+        count = min(len(tasks) / weight for tasks, weight in zip(chosen, weights, strict=True))
+        count = min(count, most or count)
+        sizes = [min(len(tasks), max(1, round(count * weight))) for tasks, weight in zip(chosen, weights, strict=True)]
+        shares = {name: (size, len(tasks)) for name, size, tasks in zip(parts, sizes, chosen, strict=True)}
+        chosen = [_draw(tasks, size, seed) for tasks, size in zip(chosen, sizes, strict=True)]
+    envs = {each.env for each in loaded}
+    return LoadedTasks(
+        tuple(islice(chain(*chosen), None if shares else most)),
+        envs.pop() if len(envs) == 1 else "",
+        tuple(f"{name}, {row}" for name, each in zip(parts, loaded, strict=True) for row in each.skipped),
+        sum(each.repeated for each in loaded),
+        shares,
+    )
+
+
+def _draw(tasks: Sequence[Task], size: int, seed: int) -> tuple[Task, ...]:
+    """So many of the tasks, by hash(seed, key), in their order: the same on every machine."""
+    ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{seed}|mixture|{task.key}".encode()).digest())
+    kept = {task.key for task in ranked[:size]}
+    return tuple(task for task in tasks if task.key in kept)
+
+
+def _load_one(config: DatasetConfig) -> LoadedTasks:
+    source = _open(config)
+    repeats = _Repeats()
+    tasks = _select_tasks(config, lambda: repeats.left_out(source.tasks))
+    if source.skipped and not config.skip_bad_rows:
+        from agentrl.workflow.datasets import jsonl
+
+        raise jsonl.malformed_error(config.name, source.skipped, jsonl.SKIP_HINT)
+    if not tasks:
+        hint = "Name another."
+        if is_rows(config.name):
+            hint = "No row passes --filter." if config.filter else "Write one JSON object per line into it."
+        raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
+    return LoadedTasks(tasks, source.env, tuple(source.skipped), repeats.count)
 
 
 class _Repeats:
@@ -90,22 +177,51 @@ class _Repeats:
 
 
 def is_file(name: str) -> bool:
-    """Whether a dataset's name is the path of a file of one's own, whose only split is `train`."""
-    return name.endswith(".jsonl")
+    """Return whether a dataset's name is the path of a file of rows, whose only split is `train`."""
+    return all(sources.kind_of_source(part) == "file" for part in split_mixture(name))
+
+
+def is_rows(name: str) -> bool:
+    """Return whether a dataset consists of rows: a file, a folder or a hub dataset, and not a plug-in."""
+    return sources.kind_of_source(name) != "plugin"
+
+
+def absolute_name(name: str) -> str:
+    """Return a dataset's name with absolute paths of files and folders: a run may be resumed from anywhere."""
+    paths = [
+        (str(Path(part).expanduser().resolve()) if sources.kind_of_source(part) in ("file", "folder") else part, weight)
+        for part, weight in split_mixture(name).items()
+    ]
+    return ",".join(part if weight is None else f"{part}={weight:g}" for part, weight in paths)
+
+
+def hash_dataset(config: DatasetConfig) -> dict[str, str]:
+    """Return file or folder -> SHA-256 of what it holds of the split, of each that the dataset names."""
+    hashes = {part: sources.hash_source(part, config.split) for part in split_mixture(config.name)}
+    return {part: sha256 for part, sha256 in hashes.items() if sha256}
+
+
+def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
+    """Return the files and folders that hold other rows now than when `hash_dataset` read them, or are gone."""
+    changed = []
+    for name, sha256 in hashes.items():
+        try:
+            same = sources.hash_source(name, split) == sha256
+        except DatasetError:
+            same = False
+        changed += [] if same else [name]
+    return changed
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Name of the env for the dataset's tasks; none of them is read.
+    """Name of the env for the dataset's tasks, of which the first is read at most; empty if several datasets differ in it.
 
     Raises:
         ConfigError: there is no such dataset.
+        DatasetError: it cannot be read.
     """
-    if is_file(config.name):
-        from agentrl.workflow.datasets import code, jsonl  # they import this file
-
-        return code.ENV if code.is_code(Path(config.name)) else jsonl.ENV
-    dataset: Dataset = find("datasets", config.name)
-    return dataset.env
+    envs = {_open(config.model_copy(update={"name": name})).env for name in split_mixture(config.name)}
+    return envs.pop() if len(envs) == 1 else ""
 
 
 def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
@@ -122,16 +238,22 @@ def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) ->
     return tasks
 
 
-def _find_reader(config: DatasetConfig) -> tuple[Callable[[], Iterable[Task]], str, list[str]]:
-    if is_file(config.name):
-        from agentrl.workflow.datasets import code, jsonl  # they import this file
+def _open(config: DatasetConfig) -> _Source:
+    if not is_rows(config.name):
+        for name in ("skip_bad_rows", "map", "filter"):
+            if getattr(config, name):
+                message = f"{name} is for rows of files, folders and the hub, and the dataset is {config.name!r}."
+                raise ConfigError(message, "Leave it out.")
+        dataset: Dataset = find("datasets", config.name)
+        return _Source(_load_plugin(dataset, config.split), dataset.env)
+    from agentrl.workflow.datasets import code, jsonl  # they import this file
 
-        path = Path(config.name)
-        form: tuple[_Reader, str] = (code.read_tasks, code.ENV) if code.is_code(path) else (jsonl.read_tasks, jsonl.ENV)
-        read_tasks, env = form
-        tasks, skipped = read_tasks(path, config.split, config.skip_bad_rows)
-        return lambda: tasks, env, skipped
-    if config.skip_bad_rows:
-        raise ConfigError(f"skip_bad_rows is for .jsonl files, and the dataset is {config.name!r}.", "Leave it out.")
-    dataset: Dataset = find("datasets", config.name)
-    return lambda: dataset.load(config.split), dataset.env, []
+    rows = sources.read_source(config)
+    first = list(islice(rows, 1))
+    form = code if first and code.is_code(first[0].values) else jsonl
+    problems: list[str] = []
+    return _Source(form.read_tasks(chain(first, rows), config, problems), form.ENV, problems)
+
+
+def _load_plugin(dataset: Dataset, split: str) -> Iterator[Task]:
+    yield from dataset.load(split)  # what it raises is raised where its tasks are read

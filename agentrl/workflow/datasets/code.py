@@ -1,4 +1,4 @@
-"""code: programming tasks from a file of JSON lines, in HumanEval's or MBPP's format. `--dataset FILE.jsonl`
+"""code: programming tasks from a file or the hub, in HumanEval's or MBPP's format. `--dataset FILE.jsonl`
 
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
@@ -17,15 +17,15 @@ are hidden.
 
 import ast
 import doctest
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows.sources import SourceRow
 from agentrl.workflow.datasets import Dataset
-from agentrl.workflow.datasets.jsonl import SKIP_HINT, check_split, malformed_error
+from agentrl.workflow.datasets.jsonl import add_problem
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.judging.assertions import all_cases, check_names, parse_source, read_asserts
 from agentrl.workflow.judging.constants import Constants
@@ -54,52 +54,32 @@ def code_metadata(
 # files
 
 
-def is_code(path: Path) -> bool:
-    """Whether the file's first row is HumanEval's or MBPP's; False if it cannot be read."""
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            row = json.loads(next((line for line in lines if line.strip()), "null"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and ({"entry_point", "test"} <= row.keys() or "test_list" in row)
+def is_code(row: Mapping[str, Any] | None) -> bool:
+    """Return whether a dataset's first row is HumanEval's or MBPP's."""
+    return row is not None and ({"entry_point", "test"} <= row.keys() or "test_list" in row)
 
 
-def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
-    """The file's tasks, and the lines that were left out (`line N: why`).
+def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each row that is malformed.
 
     Raises:
-        DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
+        DatasetError: as `jsonl.add_problem`.
     """
-    check_split(path, split)
-    tasks: list[Task] = []
-    problems: list[str] = []
-    seen: dict[str, tuple[int, dict[str, Any]]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error}.", "Check the path.") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            key = ""
-            try:
-                row = _row(line)
-                key = _key(row, path.stem, number)
-                first, other = seen.setdefault(key, (number, row))
-                if other != row:  # the same row again is passed over, as in every dataset
-                    raise ValueError(f"the 'task_id' of line {first}")
-                tasks.append(_task(key, row))
-            except (ValueError, RecursionError) as error:
-                problems.append(f"line {number}: {f'{key}: ' * bool(key)}{error}")
-    if problems and not skip_bad_rows:
-        raise malformed_error(str(path), problems, SKIP_HINT)
-    return tasks, problems
-
-
-def _row(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("must be an object")
-    return row
+    seen: dict[str, tuple[str, dict[str, Any]]] = {}
+    for source in rows:
+        key = ""
+        try:
+            if source.values is None:
+                raise ValueError(source.problem)
+            key = _key(source.values, source.label, source.number)
+            first, other = seen.setdefault(key, (source.place, source.values))
+            if other != source.values:  # the same row again is passed over, as in every dataset
+                raise ValueError(f"the 'task_id' of {first}")
+            task = _task(key, source.values)
+        except (ValueError, RecursionError) as error:
+            add_problem(problems, f"{source.place}: {f'{key}: ' * bool(key)}{error}", config)
+            continue
+        yield task
 
 
 def _key(row: Mapping[str, Any], stem: str, line: int) -> str:

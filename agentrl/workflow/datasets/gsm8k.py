@@ -8,18 +8,19 @@ result. A row has no demonstration if the calculator cannot read an expression, 
 the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here every annotation is right.)
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows.formats import FileRow
+from agentrl.workflow.dataset_rows.sources import read_source
 from agentrl.workflow.datasets import Dataset
-from agentrl.workflow.datasets.jsonl import Row, malformed_error, read_file, read_rows
+from agentrl.workflow.datasets.jsonl import Row, malformed_error, read_file, read_values
 from agentrl.workflow.errors import DatasetError, ToolFailure, did_you_mean
 from agentrl.workflow.plugins import find
-from agentrl.workflow.runtime import hub
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Message, Task, ToolCall
 
@@ -98,25 +99,19 @@ def _rows(split: str) -> list[Row]:
     if split not in SPLITS:
         raise DatasetError(f"gsm8k has no split {split!r}.", did_you_mean(split, SPLITS))
     folder = settings().gsm8k_dir
-    rows, problems = read_file(Path(folder) / f"{split}.jsonl") if folder else read_rows(_download(split))
+    rows, problems = read_file(Path(folder) / f"{split}.jsonl") if folder else _read_hub(split)
     problems += [f"line {row.line}: no '#### ANSWER' in the answer" for row in rows if "####" not in row.reference]
     if problems:
         raise malformed_error(f"gsm8k {split}", problems, "Take the published files.")
     return rows
 
 
-def _download(split: str) -> list[bytes]:
-    if hub.ask_hub("dataset", HUB_NAME) != "known":
-        if not hub.has_fetched_dataset(HUB_NAME):
-            raise DatasetError("gsm8k cannot be loaded from the hub, which does not answer.", HINT)
-        hub.go_offline()  # then only files fetched before can be used
+def _read_hub(split: str) -> tuple[list[Row], list[str]]:
     try:
-        from datasets import load_dataset  # slow, and needed only here
-
-        rows = load_dataset(HUB_NAME, "main", split=split)
-        return [json.dumps(row).encode() for row in rows]
-    except Exception as error:  # the hub's client raises dozens of kinds; each means the same here
-        raise DatasetError(f"gsm8k cannot be loaded from the hub ({type(error).__name__}).", HINT) from error
+        rows = read_source(DatasetConfig(name=f"{HUB_NAME}:main", split=split))
+        return read_values(FileRow(row.number, row.values, row.problem) for row in rows)
+    except DatasetError as error:
+        raise DatasetError(f"gsm8k cannot be loaded from the hub: {error}", HINT) from error
 
 
 gsm8k = Dataset(load=load, env="math", demonstrations=demonstrations)

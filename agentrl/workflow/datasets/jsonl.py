@@ -1,35 +1,39 @@
-"""jsonl: any file of JSON lines as a dataset. `--dataset FILE.jsonl`
+"""jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
-One object per line: `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` where there is none). All other keys become the task's metadata. The file is UTF-8, with or without a
-byte-order mark, with lines ended by LF or CRLF; blank lines are skipped. A task's key is its file's name and line.
+A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
+`"reference": null` where there is none). Rows of verl and TRL are read as they are: without an answer the reference is
+`reward_model.ground_truth`, else `completion`, else the last message of `chosen`; without a prompt it is what `chosen` and
+`rejected` begin with. All other columns become the task's metadata. `--map question=COLUMN,answer=COLUMN` names others. A
+task's key is its file's name and line.
 
 Messages are those of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, content as text or as parts of
 text. The developer's are the system's. The last is the user's or a tool's.
 
-All malformed lines are reported at once, so that a file can be repaired in one go.
+All malformed rows are reported at once, so that a file can be repaired in one go. `dataset_rows.formats` says what is read.
 """
 
-import codecs
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
 from agentrl.workflow.call_json import read_arguments
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows import formats
+from agentrl.workflow.dataset_rows.json_objects import kind_of
+from agentrl.workflow.dataset_rows.sources import SourceRow
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.trajectory import Message, Role, Task, ToolCall
 
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
-MAX_DIGITS = 4300
-"""The most digits of an integer that Python reads from text."""
+MAX_PROBLEMS = 1000
+"""Malformed rows after which a dataset is read no further."""
 SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
@@ -49,47 +53,50 @@ class Row:
     metadata: Mapping[str, Any]
 
 
-def read_tasks(path: Path, split: str = "train", skip_bad_rows: bool = False) -> tuple[list[Task], list[str]]:
-    """The file's tasks, and the lines that were left out (`line N: why`).
+def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each row that is malformed.
 
     Raises:
-        DatasetError: another split than `train`; the file cannot be read; a line is malformed and `skip_bad_rows` is off.
+        DatasetError: more than MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
     """
-    check_split(path, split)
-    rows, problems = read_file(path)
-    if problems and not skip_bad_rows:
-        raise malformed_error(str(path), problems, SKIP_HINT)
-    return [Task(f"{path.stem}/{row.line}", row.messages, row.reference, row.metadata) for row in rows], problems
+    mapped = tuple(config.map)
+    for source in rows:
+        try:
+            if source.values is None:
+                raise ValueError(source.problem)
+            row = _row(source.number, source.values, mapped)
+        except ValueError as error:
+            add_problem(problems, f"{source.place}: {error}", config)
+            continue
+        yield Task(f"{source.label}/{row.line}", row.messages, row.reference, row.metadata)
+
+
+def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
+    """Add a malformed row to those that were found.
+
+    Raises:
+        DatasetError: there are more than MAX_PROBLEMS, and `config.skip_bad_rows` is off.
+    """
+    problems.append(problem)
+    if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
+        raise malformed_error(config.name, problems, SKIP_HINT)
 
 
 def read_file(path: Path) -> tuple[list[Row], list[str]]:
-    """Calls `read_rows` on a file.
+    """Return the well-formed rows of a file of JSON lines, and `line N: why` for each other line.
 
     Raises:
         DatasetError: there is no such file, or it cannot be read.
     """
-    try:
-        with path.open("rb") as lines:
-            return read_rows(lines)
-    except OSError as error:
-        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
-
-
-def check_split(path: Path, split: str) -> None:
-    """Checks that the split asked for is `train`, a file's only one.
-
-    Raises:
-        DatasetError: it is another split.
-    """
-    if split != "train":
-        said = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
-        raise DatasetError(said, "Pass --split train, or name the other split's file.")
+    return read_values(formats.read_rows(path))
 
 
 def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
     """The error that shows the first problems and counts the others."""
     shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
+    if "found none among" in problems[0]:
+        hint = f"Say which columns to read: --map question=COLUMN,answer=COLUMN. {hint}"
     return DatasetError(
         f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}"
         + (f"\n  ... and {more} more." if more > 0 else ""),
@@ -98,81 +105,90 @@ def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError
 
 
 def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
-    """The well-formed rows, and `line N: why` for each malformed line, in the order of the file."""
+    """Return the well-formed rows of lines of JSON, and `line N: why` for each malformed line."""
+    return read_values(formats.parse_json_lines(lines))
+
+
+def read_values(lines: Iterable[formats.FileRow]) -> tuple[list[Row], list[str]]:
+    """Return the well-formed rows, and `line N: why` for each malformed one."""
     rows: list[Row] = []
     problems: list[str] = []
-    for number, line in number_lines(lines):
+    for number, values, problem in lines:
         try:
-            rows.append(_row(number, line))
+            if values is None:
+                raise ValueError(problem)
+            rows.append(_row(number, values))
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     return rows, problems
 
 
-def number_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) for each line that is not blank; a byte-order mark is removed."""
-    for number, raw in enumerate(lines, start=1):
-        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        if line.strip():
-            yield number, line
-
-
-def _row(number: int, line: bytes) -> Row:
-    row = read_object(line)
-    prompt = only_one_of(PROMPTS, row)
-    reference = only_one_of(REFERENCES, row)
+def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
+    for fields in (PROMPTS, REFERENCES):  # a column that is mapped to a field takes the place of the field's other names
+        if any(name in mapped for name in fields):
+            row = {key: value for key, value in row.items() if key not in fields or key in mapped}
+    prompt = "chosen" if _has_implicit_prompt(row) else only_one_of(PROMPTS, row)
+    reference, answer = _find_reference(row)
     metadata = {key: value for key, value in row.items() if key not in (prompt, reference)}
     _refuse_unstorable(metadata)
-    if prompt == "messages" or (prompt == "prompt" and isinstance(row[prompt], list)):
+    if prompt == "chosen":
+        messages = _messages(prompt, _shared_beginning(row["chosen"], row["rejected"]))
+    elif prompt == "messages" or (prompt == "prompt" and isinstance(row[prompt], list)):
         messages = _messages(prompt, row[prompt])
     else:
         messages = (Message("user", _prompt_text(prompt, row[prompt])),)
-    return Row(number, messages, _reference(reference, row[reference]), metadata)
+    return Row(number, messages, _reference(reference, answer), metadata)
 
 
-def read_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of one line.
+def _has_implicit_prompt(row: Mapping[str, Any]) -> bool:
+    """Whether the row is a pair of whole conversations, whose prompt is what they share (TRL)."""
+    pair = isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list)
+    return pair and not any(name in row for name in PROMPTS)
+
+
+def _shared_beginning(chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1], strict=False))
+    return [message for message, _ in shared]
+
+
+def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The column that the reference is in, which is no metadata then, and the reference."""
+    if not any(name in row for name in REFERENCES):
+        judged = row.get("reward_model")
+        if isinstance(judged, dict) and "ground_truth" in judged:
+            return "reward_model.ground_truth", judged["ground_truth"]
+        for name in ("completion", "chosen"):
+            if name in row:
+                return name, answer_text(name, row[name])
+    name = only_one_of(REFERENCES, row)
+    return name, row[name]
+
+
+def answer_text(name: str, value: object) -> object:
+    """Return the text of a completion: of a list of messages the last one's, any other value as it is.
 
     Raises:
-        ValueError: the line holds no object, or one that cannot be stored.
+        ValueError: it is a list that does not end with an assistant's message.
     """
-    try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start + 1})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1})") from error
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read (nested too deeply)") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"must be an object, not {kind_of(row)}")
-    return row
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number that JSON knows")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text:.40} is too large")
-    return value
-
-
-def _whole(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits is too large; write it as text")
-    return int(text)
+    if not isinstance(value, list):
+        return value
+    messages = read_messages(name, value)
+    if not messages or messages[-1].role != "assistant":
+        raise ValueError(f"{name!r} must end with an assistant's message")
+    return messages[-1].content
 
 
 def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
-    text = json.dumps(metadata, ensure_ascii=False)
+    if not metadata:
+        return
     try:
+        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False)
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("half a surrogate pair in the metadata") from error
-    if ESCAPED_NUL.search(text):
+    except TypeError as error:
+        raise ValueError(f"the metadata cannot be written as JSON ({error})") from error
+    if "\\u0000" in text and ESCAPED_NUL.search(text):
         raise ValueError("a NUL character in the metadata")
 
 
@@ -184,7 +200,8 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
     """
     present = [name for name in names if name in row]
     if len(present) != 1:
-        found = " and ".join(map(repr, present)) if present else "none"
+        columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
+        found = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}"
         raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {found}")
     return present[0]
 
@@ -293,11 +310,6 @@ def plain_text(name: str, value: object) -> str:
     if control:
         raise ValueError(f"control character U+{ord(control.group()):04X} in {name!r} (character {control.start() + 1})")
     return value
-
-
-def kind_of(value: object) -> str:
-    """JSON's name for the type of a value."""
-    return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 
 def _refuse(split: str) -> Iterator[Task]:

@@ -106,7 +106,7 @@ def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MAX_SQL)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, MAX_VALUE))
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)  # a long match is one instruction, which nothing stops
-    connection.set_authorizer(_authorize)
+    connection.set_authorizer(allow_reads)
     connection.set_progress_handler(over, STEP)
     cursor = connection.execute(sql)
     rows = collect_rows(cursor, limit, size)
@@ -115,7 +115,8 @@ def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over
     return [column[0] for column in cursor.description], rows
 
 
-def _authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+def allow_reads(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+    """Authorize reading alone; an authorizer of SQLite."""
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _ALLOWED_ACTIONS else sqlite3.SQLITE_DENY

@@ -1,25 +1,26 @@
-"""Files of JSON lines to imitate: whole conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
+"""Rows to imitate: whole conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-One object per line: `messages`, a list as chat APIs take it (`role`, `content`, an assistant's `tool_calls`, a tool's `name`,
-`reasoning_content`), with the `tools` that were offered, if any; or `question` or `prompt`, and `answer`, `response` or
-`completion`. What an assistant says is learned, each of its turns. UTF-8; whatever else a line holds is passed over.
+Each row, of any file, folder or hub dataset that `dataset_rows` reads: `messages`, a list as chat APIs take it (`role`,
+`content`, an assistant's `tool_calls`, a tool's `name`, `reasoning_content`), with the `tools` that were offered, if any; or
+`question` or `prompt`, and `answer`, `response` or `completion`, as texts or as lists of messages; of a pair it is `chosen`.
+What an assistant says is learned, each of its turns. Other columns are passed over.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from itertools import islice, pairwise
 from typing import Any
 
-from agentrl.workflow.datasets.jsonl import malformed_error, number_lines, only_one_of, plain_text, read_messages, read_object
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows.json_objects import read_object
+from agentrl.workflow.dataset_rows.sources import read_source
+from agentrl.workflow.datasets.jsonl import add_problem, malformed_error, only_one_of, plain_text, read_messages
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.trajectory import Message
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
-MOST_BYTES = 4_000_000
-"""The most bytes of one line: a conversation that any model could read is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +31,39 @@ class Demonstration:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_demonstrations(path: Path, most: int | None = None) -> list[Demonstration]:
-    """The file's demonstrations, in its order.
-
-    Args:
-        most: only the first N.
+def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
+    """Return the demonstrations of a dataset's rows, in their order; at most `config.max_tasks`.
 
     Raises:
-        DatasetError: the file cannot be read, holds none, or has malformed lines, which are named.
+        DatasetError: it cannot be read, holds none, or has malformed rows, which are named.
     """
     found: list[Demonstration] = []
     problems: list[str] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in number_lines(lines):
-                if most is not None and len(found) + len(problems) == most:
-                    break
-                try:
-                    found.append(_demonstration(line))
-                except ValueError as error:
-                    problems.append(f"line {number}: {error}")
-    except OSError as error:
-        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
+    for row in islice(read_source(config), config.max_tasks):
+        try:
+            if row.values is None:
+                raise ValueError(row.problem)
+            found.append(_demonstration(row.values))
+        except ValueError as error:
+            add_problem(problems, f"{row.place}: {error}", config)
     if problems:
-        raise malformed_error(str(path), problems, "Correct them.")
+        raise malformed_error(config.name, problems, "Correct them.")
     if not found:
-        raise DatasetError(f"{str(path)!r} holds no demonstration.", "Write one JSON object per line into it.")
+        raise DatasetError(f"{config.name!r} holds no demonstration.", "Write one JSON object per line into it.")
     return found
 
 
-def _demonstration(line: bytes) -> Demonstration:
-    if len(line) > MOST_BYTES:
-        raise ValueError(f"{len(line) / 1e6:.1f} MB; at most {MOST_BYTES / 1e6:.0f} MB is taken")
-    row = read_object(line)
+def _demonstration(row: Mapping[str, Any]) -> Demonstration:
     if "messages" in row:
         return Demonstration(_messages(row["messages"]), _tools(row.get("tools")))
-    question, answer = (plain_text(name, row[name]) for name in (only_one_of(QUESTIONS, row), only_one_of(ANSWERS, row)))
-    return Demonstration((Message("user", question), Message("assistant", answer)))
+    if isinstance(row.get("chosen"), list) and "prompt" not in row:
+        return Demonstration(_messages(row["chosen"]))
+    name = "chosen" if "chosen" in row else only_one_of(ANSWERS, row)
+    prompt = row[only_one_of(QUESTIONS, row)]
+    if isinstance(prompt, list) and isinstance(row[name], list):
+        return Demonstration(_messages([*prompt, *row[name]]))
+    question = plain_text(only_one_of(QUESTIONS, row), prompt)
+    return Demonstration((Message("user", question), Message("assistant", plain_text(name, row[name]))))
 
 
 def _messages(value: object) -> tuple[Message, ...]:
@@ -101,7 +98,7 @@ def line_of(shown: Demonstration) -> bytes:
     if shown.tools:
         row["tools"] = [dict(tool) for tool in shown.tools]
     line = json.dumps(row, ensure_ascii=False).encode()
-    _demonstration(line)
+    _demonstration(read_object(line))
     return line + b"\n"
 
 

@@ -1,0 +1,235 @@
+"""Files of rows: JSON lines, CSV, Parquet, Arrow. Each reader yields its rows one at a time, and refuses what is too large.
+
+Text is UTF-8, with or without a byte-order mark, with lines ended by LF or CRLF. All values of a CSV file are text. Columns of
+bytes, such as images, are left out; a NaN is null, a date is ISO text.
+"""
+
+import codecs
+import csv
+from collections.abc import Callable, Iterable, Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from agentrl.workflow.dataset_rows.json_objects import read_object
+from agentrl.workflow.errors import DatasetError
+
+MAX_ROW_BYTES = 8_000_000
+MAX_COLUMNS = 1000
+MAX_DEPTH = 32
+"""Levels of lists and structures in a column."""
+BATCH_ROWS = 128
+"""Rows that are decoded at once: few, since one value of a compressed file may stand in each of them."""
+SKIPPED_BYTES = 1 << 20
+
+
+class FileRow(NamedTuple):
+    """A row, or why it cannot be read. `number` counts from 1: the line of a text file, the row of another."""
+
+    number: int
+    values: dict[str, Any] | None
+    problem: str = ""
+
+
+Reader = Callable[[Path], Iterator[FileRow]]
+
+
+def read_rows(path: Path) -> Iterator[FileRow]:
+    """Yield the rows of a file, by its suffix (`READERS`).
+
+    Raises:
+        DatasetError: there is no such file, or it is not of its format.
+    """
+    try:
+        yield from READERS[path.suffix](path)
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())[:300]
+        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {reason}.", "Check the path.") from error
+
+
+def parse_json_lines(lines: Iterable[bytes]) -> Iterator[FileRow]:
+    """Yield the object of each line that is not blank."""
+    for number, raw in enumerate(lines, start=1):
+        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if len(line) > MAX_ROW_BYTES:
+            yield FileRow(number, None, _size_problem(len(line)))
+        elif line.strip():
+            try:
+                yield FileRow(number, read_object(line))
+            except ValueError as error:
+                yield FileRow(number, None, str(error))
+
+
+def _read_json_lines(path: Path) -> Iterator[FileRow]:
+    with path.open("rb") as file:
+        yield from parse_json_lines(_bounded_lines(file))
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines; of one that is too large, the first bytes that show it."""
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        yield line
+        while len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
+            line = b"x" * (MAX_ROW_BYTES + 1) if len(rest := file.readline(SKIPPED_BYTES)) == SKIPPED_BYTES else rest
+            if not rest or rest.endswith(b"\n"):
+                break
+
+
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[FileRow]:
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with path.open("rb") as file:
+        reader = csv.reader(_text_lines(path, file), delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            _check_columns(path, names)
+            line = reader.line_num + 1
+            for fields in reader:
+                if fields:
+                    yield _csv_row(line, names, fields)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DatasetError(f"{str(path)!r}, line {reader.line_num}: not CSV ({error}).", "Close its quotes.") from error
+
+
+def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    for number, raw in enumerate(_bounded_lines(file), start=1):
+        if len(raw) > MAX_ROW_BYTES:
+            raise DatasetError(f"{str(path)!r}, line {number}: {_size_problem(len(raw))}.", "Leave the row out.")
+        try:
+            yield (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).decode()
+        except UnicodeDecodeError as error:
+            message = f"{str(path)!r}, line {number}: not UTF-8 (byte {error.start + 1})."
+            source = "UTF-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
+            raise DatasetError(message, f"Convert it: iconv -f {source} -t UTF-8 {path.name} > utf8-{path.name}") from error
+
+
+def _csv_row(line: int, names: list[str], fields: list[str]) -> FileRow:
+    size = sum(map(len, fields))
+    if size > MAX_ROW_BYTES:
+        return FileRow(line, None, _size_problem(size))
+    if len(fields) != len(names):
+        return FileRow(line, None, f"has {len(fields)} fields, and the header {len(names)}")
+    return FileRow(line, dict(zip(names, fields, strict=True)))
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    """Raises DatasetError where columns have no name, one name is two columns', or there are too many."""
+    repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
+    if len(names) > MAX_COLUMNS:
+        raise DatasetError(f"{str(path)!r} has {len(names)} columns; at most {MAX_COLUMNS} are read.", "Leave some out.")
+    if not names or not all(name.strip() for name in names):
+        raise DatasetError(f"{str(path)!r} has a column without a name.", "Write the names of its columns into its first row.")
+    if repeated is not None:
+        raise DatasetError(f"{str(path)!r} has two columns called {repeated!r}.", "Rename one.")
+
+
+def _read_parquet(path: Path) -> Iterator[FileRow]:
+    import pyarrow  # slow to import, and only such files need it
+    from pyarrow import parquet
+
+    with path.open("rb") as source:
+        try:
+            with parquet.ParquetFile(source, pre_buffer=False) as file:
+                schema = file.schema_arrow
+                names = _readable_columns(path, schema)
+                yield from _batch_rows(file.iter_batches(BATCH_ROWS, columns=names), schema, names)
+        except pyarrow.ArrowException as error:
+            raise _arrow_error(path, error) from error
+
+
+def _read_arrow(path: Path) -> Iterator[FileRow]:
+    import pyarrow
+
+    with path.open("rb") as source:
+        try:
+            with pyarrow.ipc.open_stream(source) as stream:
+                names = _readable_columns(path, stream.schema)
+                yield from _batch_rows((batch.select(names) for batch in stream), stream.schema, names)
+        except pyarrow.ArrowException as error:
+            raise _arrow_error(path, error) from error
+
+
+def _arrow_error(path: Path, error: Exception) -> DatasetError:
+    reason = " ".join(str(error).split())[:300].rstrip(".")
+    return DatasetError(f"{str(path)!r} is not {path.suffix[1:]} that can be read: {reason}.", "Write it anew.")
+
+
+def _readable_columns(path: Path, schema: Any) -> list[str]:
+    """Return the names of the columns that hold no bytes."""
+    _check_columns(path, list(schema.names))
+    if deep := next((field.name for field in schema if _depth(field.type) > MAX_DEPTH), ""):
+        raise DatasetError(f"{str(path)!r}: the column {deep!r} nests more than {MAX_DEPTH} levels.", "Leave it out.")
+    return [field.name for field in schema if not _holds_bytes(field.type)]
+
+
+def _depth(kind: Any) -> int:
+    """Return the levels of a type, counted no further than is allowed."""
+    level, depth = [kind], 0
+    while level and depth <= MAX_DEPTH:
+        level = [each.field(number).type for each in level for number in range(each.num_fields)]
+        depth += 1
+    return depth
+
+
+def _holds_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    is_bytes = bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+    return is_bytes or any(_holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _batch_rows(batches: Iterable[Any], schema: Any, names: list[str]) -> Iterator[FileRow]:
+    from pyarrow import types
+
+    plain = (types.is_string, types.is_large_string, types.is_integer, types.is_boolean)
+    cleaned = [name for name in names if not any(is_kind(schema.field(name).type) for is_kind in plain)]
+    number = 0
+    for whole in batches:
+        for start in range(0, len(whole), BATCH_ROWS):
+            batch = whole.slice(start, BATCH_ROWS)
+            rows = _small_rows(batch) if batch.nbytes > MAX_ROW_BYTES else batch.to_pylist()
+            for values in rows:
+                number += 1
+                if isinstance(values, int):
+                    yield FileRow(number, None, _size_problem(values))
+                    continue
+                for name in cleaned:
+                    values[name] = plain_value(values[name])
+                yield FileRow(number, values)
+
+
+def _small_rows(batch: Any) -> Iterator[Any]:
+    """Yield each row, or the size of one that is too large to be decoded."""
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        yield row.nbytes if row.nbytes > MAX_ROW_BYTES else row.to_pylist()[0]
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of Arrow as one of JSON: NaN as null, dates and decimals as text, maps as objects."""
+    if isinstance(value, float):
+        return value if value == value else None
+    if isinstance(value, dict):
+        return {str(key): plain_value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(each) for each in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta) else value
+
+
+def _size_problem(size: int) -> str:
+    return f"the row has more than {min(size, MAX_ROW_BYTES + 1) / 1e6:.0f} MB, which is the most that is read"
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Suffix of a file -> its reader."""

@@ -1,0 +1,235 @@
+"""Where a dataset's rows are: a file, a folder with a file or more for each split, or a dataset of the hub.
+
+Files are those of `formats.READERS`. In a folder the split stands in the file's name or in the name of a folder above it
+(`train.parquet`, `data/train-00000-of-00002.parquet`, `test/rows.jsonl`), as on the hub. A hub dataset is `OWNER/NAME`, or
+`OWNER/NAME:CONFIG` where it has several configs. No dataset's own code is run.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows.filters import RowFilter
+from agentrl.workflow.dataset_rows.formats import READERS, plain_value, read_rows
+from agentrl.workflow.errors import DatasetError, did_you_mean
+from agentrl.workflow.runtime import hub
+
+SPLIT_WORDS = {
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval"),
+    "train": ("train", "training"),
+}
+"""Split -> the words for it in the names of files."""
+MAX_FILES = 10_000
+MAX_DEPTH = 4
+"""The files and the levels of a folder that are looked at."""
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?", re.ASCII)
+_WORD = re.compile(r"[A-Za-z0-9]+")
+
+
+class SourceRow(NamedTuple):
+    """A row of a dataset: its columns, or why it cannot be read.
+
+    Args:
+        label: the beginning of its key: `LABEL/NUMBER` is what it is called for ever.
+        number: from 1; the line of a text file.
+        place: where it stands, for a person: `line 7`, `train.parquet, row 7`.
+    """
+
+    label: str
+    number: int
+    place: str
+    values: dict[str, Any] | None
+    problem: str = ""
+
+
+def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
+    """Return what a dataset's name stands for. A name without a slash and without a known suffix is a plug-in."""
+    if Path(name).suffix in READERS:
+        return "file"
+    if "/" not in name and not name.startswith((".", "~")):
+        return "plugin"
+    if Path(name).expanduser().is_dir() or not _HUB_NAME.fullmatch(name):
+        return "folder"
+    return "hub"
+
+
+def source_files(name: str, split: str) -> list[Path]:
+    """Return the files that hold the split, in their order; those of a hub dataset are not here.
+
+    Raises:
+        DatasetError: there is no such folder or split, or the split is there in two formats.
+    """
+    kind, path = kind_of_source(name), Path(name).expanduser()
+    if kind == "file":
+        if split != "train":
+            message = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
+            raise DatasetError(message, "Pass --split train, or name the other split's file.")
+        return [path]
+    return _split_files(path, split) if kind == "folder" else []
+
+
+def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
+    """Yield the rows of a file, a folder or a hub dataset that pass `config.filter`, with the columns of `config.map` renamed.
+
+    Raises:
+        DatasetError: it cannot be read, or its first row lacks a column that `config.map` names.
+    """
+    rows = _read_hub(config) if kind_of_source(config.name) == "hub" else _read_files(config.name, config.split)
+    condition = RowFilter(config.filter, config.name) if config.filter else None
+    is_first = True
+    for row in rows:
+        if row.values is not None:
+            if condition is not None and not condition.keeps(row.values):
+                continue
+            if config.map:
+                row = _rename(row, config, is_first)
+                is_first = False
+        yield row
+    if condition is not None:
+        condition.check_columns()
+
+
+def hash_source(name: str, split: str) -> str:
+    """Return the SHA-256 of the split's files, read anew; empty for what is no file or folder."""
+    if kind_of_source(name) not in ("file", "folder"):
+        return ""
+    digest = hashlib.sha256()
+    try:
+        for path in source_files(name, split):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise DatasetError(f"Cannot read the dataset {str(path)!r}: {error.strerror}.", "Check the path.") from error
+    return digest.hexdigest()
+
+
+def nested_value(values: dict[str, Any], column: str) -> Any:
+    """Return the value of a column, or of `COLUMN.KEY` within one.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if column in values:
+        return values[column]
+    head, _, rest = column.partition(".")
+    inner = values[head]
+    if not rest or not isinstance(inner, dict):
+        raise KeyError(column)
+    return nested_value(inner, rest)
+
+
+def _read_files(name: str, split: str) -> Iterator[SourceRow]:
+    files = source_files(name, split)
+    folder = kind_of_source(name) == "folder"
+    for path in files:
+        label = f"{Path(name).name}/{split if len(files) == 1 else path.stem}" if folder else path.stem
+        where = f"{path.name}, " if folder else ""
+        unit = "row" if path.suffix in (".parquet", ".arrow") else "line"
+        for number, values, problem in read_rows(path):
+            yield SourceRow(label, number, f"{where}{unit} {number}", values, problem)
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    if not folder.is_dir():
+        raise DatasetError(f"There is no dataset {str(folder)!r}: no such folder.", "Check the path.")
+    found = [path for path in islice(_walk(folder, MAX_DEPTH), MAX_FILES) if path.suffix in READERS]
+    if not found:
+        scripts = sorted(path.name for path in folder.glob("*.py"))[:1]
+        if scripts:
+            message = f"The dataset {str(folder)!r} is made by code of its own ({scripts[0]}), which is not run."
+            raise DatasetError(message, "Run it yourself, and write its rows as .jsonl or .parquet.")
+        raise DatasetError(f"The folder {str(folder)!r} holds no rows.", f"It may hold {', '.join(READERS)}.")
+    splits = {path: _split_of(path.relative_to(folder)) for path in found}
+    if not any(splits.values()):
+        splits = dict.fromkeys(found, "train")
+    wanted = _named_split(split) or split
+    chosen = sorted(path for path in found if splits[path] == wanted or wanted in _words(path.relative_to(folder)))
+    if not chosen:
+        known = sorted(set(filter(None, splits.values())))
+        raise DatasetError(f"{str(folder)!r} has no split {split!r}.", f"{did_you_mean(split, known)} Pass it as --split.")
+    formats = sorted({path.suffix for path in chosen})
+    if len(formats) > 1:
+        message = f"{str(folder)!r} holds the split {split!r} as {' and as '.join(formats)}."
+        raise DatasetError(message, f"Name one: --dataset {chosen[0]}")
+    return chosen
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir() and depth > 1:
+            yield from _walk(path, depth - 1)
+        elif path.is_file():
+            yield path
+
+
+def _words(path: Path) -> list[str]:
+    return [word.lower() for part in reversed((*path.parts[:-1], path.stem)) for word in _WORD.findall(part)]
+
+
+def _split_of(path: Path) -> str:
+    """The split that stands in a path, nearest to its end; empty if none does."""
+    return next(filter(None, map(_named_split, _words(path))), "")
+
+
+def _named_split(word: str) -> str:
+    return next((split for split, words in SPLIT_WORDS.items() if word in words), "")
+
+
+def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:
+    name, _, part = config.name.partition(":")
+    answer = hub.ask_hub("dataset", name)
+    if answer == "unknown":
+        raise DatasetError(f"The hub has no dataset {name!r}, or you may not see it.", "Check the name; log in: hf auth login")
+    if answer == "away":
+        if not hub.has_fetched_dataset(name):
+            raise DatasetError(f"The dataset {name!r} cannot be read: the hub does not answer.", "Name a local folder or file.")
+        hub.go_offline()  # then only files fetched before can be used
+    label = f"{name}/{config.split}"
+    for number, values in enumerate(_stream_hub(config, name, part, answer == "known"), start=1):
+        yield SourceRow(label, number, f"row {number}", plain_value(values))
+
+
+def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) -> Iterator[dict[str, Any]]:
+    try:
+        from datasets import load_dataset  # slow, and needed only here
+
+        yield from load_dataset(name, part or None, split=config.split, streaming=streaming)
+    except Exception as error:  # the hub's client raises dozens of kinds; its text says which
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        if "scripts are no longer supported" in reason:
+            message = f"The dataset {name!r} is made by code of its own, which is not run."
+            raise DatasetError(message, "Choose a copy of it in Parquet.") from error
+        if "Bad split" in reason or "Unknown split" in reason:
+            raise DatasetError(f"{name!r} has no split {config.split!r}: {reason}.", "Pass another --split.") from error
+        if "Config name is missing" in reason:
+            raise DatasetError(f"{name!r} has several configs: {reason}.", f"Name one: --dataset {name}:CONFIG") from error
+        raise DatasetError(f"The dataset {name!r} cannot be read ({type(error).__name__}: {reason}).", "Try again.") from error
+
+
+def _rename(row: SourceRow, config: DatasetConfig, is_first: bool) -> SourceRow:
+    """The row with its columns under the names of the fields that they are mapped to.
+
+    Raises:
+        DatasetError: the first row lacks a column; then it is the name that is wrong.
+    """
+    assert row.values is not None
+    fields: dict[str, Any] = {}
+    for field, column in config.map.items():
+        try:
+            fields[field] = nested_value(row.values, column)
+        except KeyError:
+            problem = f"no column {column!r}"
+            if is_first:
+                hint = f"{did_you_mean(column, row.values)} Correct --map {field}={column}"
+                raise DatasetError(f"{config.name!r}, {row.place}: {problem}.", hint) from None
+            return row._replace(values=None, problem=problem)
+    taken = set(config.map.values())
+    rest = {name: value for name, value in row.values.items() if name not in taken}
+    return row._replace(values=rest | fields)

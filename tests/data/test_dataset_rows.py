@@ -1,0 +1,258 @@
+"""Rows of files and folders: every format, other people's columns, filters, mixtures, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from agentrl.workflow.config import DatasetConfig
+from agentrl.workflow.dataset_rows.sources import hash_source, kind_of_source
+from agentrl.workflow.datasets import LoadedTasks, absolute_name, load_tasks
+from agentrl.workflow.errors import ConfigError, DatasetError
+
+ROWS = [
+    {"question": "What is 2 + 3?", "answer": "5", "level": "easy", "length": 14},
+    {"question": "What is 20 + 30?", "answer": "50", "level": "hard", "length": 16},
+    {"question": "What is 4 + 4?", "answer": "8", "level": "easy", "length": 14},
+]
+ASKED = {"role": "user", "content": "What is 2 + 3?"}
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> Path:
+    """Write the rows in the format of the file's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(list(rows))
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    elif path.suffix in (".csv", ".tsv"):
+        mark = "," if path.suffix == ".csv" else "\t"
+        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
+        path.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(name: Path | str, **options: Any) -> LoadedTasks:
+    return load_tasks(DatasetConfig(name=str(name), **options))
+
+
+def refusal(name: Path | str, **options: Any) -> str:
+    """The sentence and the hint with which a dataset is refused."""
+    with pytest.raises((DatasetError, ConfigError)) as refused:
+        load(name, **options)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"])
+def test_files_of_every_format_give_the_same_tasks(tmp_path: Path, suffix: str) -> None:
+    loaded = load(write(tmp_path / f"mine{suffix}"))
+    first = 2 if suffix in (".csv", ".tsv") else 1
+    assert [task.key for task in loaded.tasks] == [f"mine/{number}" for number in range(first, first + 3)]
+    assert [(task.messages[0].content, task.reference) for task in loaded.tasks] == [
+        (row["question"], row["answer"]) for row in ROWS
+    ]
+    assert loaded.tasks[1].metadata["level"] == "hard"
+
+
+def test_parquet_rows_of_verl_and_trl_are_read_as_they_are(tmp_path: Path) -> None:
+    verl = {
+        "data_source": "openai/gsm8k",
+        "prompt": [ASKED],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    (task,) = load(write(tmp_path / "verl.parquet", [verl])).tasks
+    assert (task.messages[0].content, task.reference) == ("What is 2 + 3?", "5")
+    assert task.metadata["extra_info"] == {"index": 0, "split": "train"}
+    answer, worse = ({"role": "assistant", "content": text} for text in ("5", "6"))
+    for number, row in enumerate(
+        [
+            {"prompt": [ASKED], "completion": [answer]},
+            {"prompt": "What is 2 + 3?", "completion": "5"},
+            {"prompt": [ASKED], "chosen": [answer], "rejected": [worse]},
+            {"chosen": [ASKED, answer], "rejected": [ASKED, worse]},
+        ]
+    ):
+        (task,) = load(write(tmp_path / f"trl{number}.parquet", [row])).tasks
+        assert ([message.content for message in task.messages], task.reference) == (["What is 2 + 3?"], "5"), row
+
+
+def test_map_reads_other_columns_and_names_the_nearest_one(tmp_path: Path) -> None:
+    rows = [{"problem": "1+1?", "prompt": "unused", "solution": {"final": "2"}, "tier": 1}]
+    file = write(tmp_path / "theirs.parquet", rows)
+    (task,) = load(file, map="question=problem,answer=solution.final").tasks
+    assert (task.messages[0].content, task.reference) == ("1+1?", "2")
+    assert dict(task.metadata) == {"solution": {"final": "2"}, "tier": 1}
+    assert "row 1: no column 'problm'. Did you mean 'problem'?" in refusal(file, map="question=problm,answer=tier")
+    assert "--map question=COLUMN" in refusal(write(tmp_path / "none.jsonl", [{"problem": "1", "answer": "2"}]))
+    with pytest.raises(ValueError, match="FIELD=COLUMN"):
+        DatasetConfig(map="question")  # type: ignore[arg-type]
+
+
+def test_filter_keeps_the_rows_for_which_its_condition_holds(tmp_path: Path) -> None:
+    for suffix in (".jsonl", ".csv", ".parquet"):
+        file = write(tmp_path / f"rows{suffix}")
+        kept = load(file, filter="level = 'easy' and len(question) < 20").tasks
+        assert [task.reference for task in kept] == ["5", "8"]
+        assert [task.reference for task in load(file, filter="length + 0 > 15").tasks] == ["50"]
+    nested = write(tmp_path / "nested.parquet", [{**row, "extra": {"tier": n}} for n, row in enumerate(ROWS)])
+    assert [task.reference for task in load(nested, filter="extra->>'tier' >= 1").tasks] == ["50", "8"]
+    sparse = write(tmp_path / "sparse.jsonl", [{"question": "a", "answer": "1"}, ROWS[1], ROWS[0]])
+    assert [task.reference for task in load(sparse, filter="level = 'easy'").tasks] == ["5"], "a missing column is NULL"
+
+
+def test_filter_refuses_conditions_that_do_not_work(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl")
+    assert "no row of" in (said := refusal(file, filter="levle = 'easy'"))
+    assert "Did you mean 'level'?" in said
+    assert "has a column 'easy'" in refusal(file, filter="level = easy")
+    assert "syntax error" in refusal(file, filter="level ==== 2")
+    assert "does not work" in refusal(file, filter="1) FROM (SELECT 1); DROP TABLE x; SELECT (1")
+    assert "does not work" in refusal(file, filter="load_extension('x')")
+    assert "does not work" in refusal(file, filter="length(zeroblob(1000000000)) > 1")
+    endless = "(WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t) > 0"
+    assert "it takes too much work" in refusal(file, filter=endless)
+    assert "No row passes --filter" in refusal(file, filter="length > 100")
+
+
+def test_folders_hold_a_split_in_names_of_files_and_folders(tmp_path: Path) -> None:
+    hub, plain = tmp_path / "hub", tmp_path / "plain"
+    for number in (0, 1):
+        write(hub / "data" / f"train-0000{number}-of-00002.parquet", ROWS[number : number + 1])
+    write(hub / "data" / "test-00000-of-00001.parquet", ROWS[2:])
+    keys = [task.key for task in load(hub).tasks]
+    assert keys == ["hub/train-00000-of-00002/1", "hub/train-00001-of-00002/1"]
+    assert [(task.key, task.reference) for task in load(hub, split="test").tasks] == [("hub/test/1", "8")]
+    assert "has no split 'tset'. Did you mean 'test'?" in refusal(hub, split="tset")
+    write(plain / "val" / "rows.csv")
+    assert len(load(plain, split="validation").tasks) == 3
+    write(tmp_path / "unnamed" / "rows.jsonl")
+    assert len(load(tmp_path / "unnamed").tasks) == 3
+    write(plain / "val" / "rows.jsonl")
+    assert "as .csv and as .jsonl. Name one: --dataset" in refusal(plain, split="validation")
+
+
+def test_folders_of_the_datasets_library_are_read_without_it(tmp_path: Path) -> None:
+    import datasets
+
+    whole = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:2]), "test": datasets.Dataset.from_list(ROWS[2:])})
+    whole.save_to_disk(str(tmp_path / "saved"))
+    assert [task.reference for task in load(tmp_path / "saved").tasks] == ["5", "50"]
+    assert [task.reference for task in load(tmp_path / "saved", split="test").tasks] == ["8"]
+
+
+def test_a_dataset_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    (folder / "scripted.py").write_text("raise SystemExit")
+    assert "is made by code of its own (scripted.py), which is not run. Run it yourself" in refusal(folder)
+    (folder / "scripted.py").unlink()
+    assert "holds no rows. It may hold .jsonl" in refusal(folder)
+    assert "no such folder" in refusal(tmp_path / "absent")
+
+
+def test_malformed_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    csv.write_text('question,answer\n"two\nlines",1\nb,2,3\n\nc\n')
+    said = refusal(csv)
+    assert "line 4: has 3 fields, and the header 2" in said
+    assert "line 6: has 1 fields" in said
+    folder = tmp_path / "folder"
+    write(folder / "train-0.jsonl")
+    write(folder / "train-1.jsonl", [{**ROWS[0], "answer": ["a"]}])
+    assert "train-1.jsonl, line 1: 'answer' must be text, not a list" in refusal(folder)
+    large = write(tmp_path / "large.parquet", [ROWS[0], {**ROWS[1], "level": "a" * 10_000_000}, ROWS[2]])
+    assert "row 2: the row has more than 8 MB" in refusal(large)
+    assert [task.reference for task in load(large, skip_bad_rows=True).tasks] == ["5", "8"]
+    write(tmp_path / "many.jsonl", [{"question": "a"}] * 3000)
+    assert "has 1001 malformed rows" in refusal(tmp_path / "many.jsonl"), "a file that is wrong throughout is not read through"
+
+
+def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
+    def file(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    latin = refusal(file("latin.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1")))
+    assert "line 2: not UTF-8 (byte 4). Convert it: iconv -f WINDOWS-1252 -t UTF-8 latin.csv" in latin
+    assert "iconv -f UTF-16" in refusal(file("wide.csv", "question,answer\na,1\n".encode("utf-16")))
+    assert "not CSV" in refusal(file("open.csv", b'question,answer\n"a,1\n'))
+    assert "two columns called 'answer'" in refusal(file("twice.csv", b"answer,answer\n1,2\n"))
+    assert "a column without a name" in refusal(file("empty.csv", b""))
+    assert "more than 8 MB" in refusal(file("long.csv", b"question,answer\n" + b"a" * 9_000_000 + b",1\n"))
+    assert "has 2000 columns" in refusal(file("wide.csv", ",".join(map(str, range(2000))).encode()))
+    assert "is not parquet that can be read" in refusal(file("text.parquet", b"question,answer\n"))
+    whole = write(tmp_path / "whole.parquet").read_bytes()
+    assert "is not parquet that can be read" in refusal(file("cut.parquet", whole[: len(whole) // 2]))
+    assert "is not arrow that can be read" in refusal(file("text.arrow", b"x" * 100))
+    assert "No such file" in refusal(tmp_path / "absent.parquet")
+    deep = pyarrow.array([None], pyarrow.int8())
+    for _ in range(40):
+        deep = pyarrow.array([None], pyarrow.list_(deep.type))
+    parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["1"], "deep": deep}), tmp_path / "deep.parquet")
+    assert "'deep' nests more than 32 levels" in refusal(tmp_path / "deep.parquet")
+
+
+def test_values_that_json_lacks_become_text_or_null(tmp_path: Path) -> None:
+    import datetime
+    import decimal
+
+    row = {
+        **ROWS[0],
+        "day": datetime.date(2026, 1, 2),
+        "price": decimal.Decimal("1.5"),
+        "score": float("nan"),
+        "image": b"\xff",
+    }
+    (task,) = load(write(tmp_path / "odd.parquet", [row])).tasks
+    assert dict(task.metadata) == {"level": "easy", "length": 14, "day": "2026-01-02", "price": "1.5", "score": None}
+
+
+def test_several_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": f"a{n}", "answer": str(n)} for n in range(100)])
+    second = write(tmp_path / "b.csv", [{"question": f"b{n}", "answer": str(n)} for n in range(30)])
+    assert len(load(f"{first},{second}").tasks) == 130
+    mixed = load(f"{first}=0.8,{second}=0.2")
+    keys = [task.key for task in mixed.tasks]
+    assert mixed.shares == {str(first): (100, 100), str(second): (25, 30)}
+    assert len(keys) == 125
+    assert keys == [task.key for task in load(f"{first}=0.8,{second}=0.2").tasks], "the same draw each time"
+    other = load_tasks(DatasetConfig(name=f"{first}=0.8,{second}=0.2"), seed=1).tasks
+    assert keys != [task.key for task in other]
+    few = load(f"{first}=0.8,{second}=0.2", max_tasks=10)
+    assert few.shares == {str(first): (8, 10), str(second): (2, 10)}
+    assert load(f"arithmetic,{first}", max_tasks=10).env == "", "their envs differ"
+    assert "names" in refusal(f"{first},{first}")
+    assert "gives some datasets a weight" in refusal(f"{first}=1,{second}")
+    assert "is not a weight" in refusal(f"{first}=0,{second}=x")
+    shutil.copy(first, tmp_path / "b.jsonl")
+    write(tmp_path / "other" / "a.jsonl")
+    assert "name their folders" in refusal(f"{first},{tmp_path / 'other' / 'a.jsonl'}")
+
+
+def test_names_stand_for_files_folders_the_hub_and_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "data").mkdir(parents=True)
+    kinds = {"a.jsonl": "file", "own/data": "folder", "./x": "folder", "openai/gsm8k": "hub", "openai/gsm8k:main": "hub"}
+    assert {name: kind_of_source(name) for name in kinds} == kinds
+    assert kind_of_source("gsm8k") == kind_of_source("package.module:name") == "plugin"
+    assert absolute_name("a.jsonl=0.7,gsm8k=0.3") == f"{tmp_path / 'a.jsonl'}=0.7,gsm8k=0.3"
+
+
+def test_hash_source_changes_with_the_rows(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl")
+    before = hash_source(str(file), "train")
+    write(file, ROWS[:2])
+    assert before != hash_source(str(file), "train")
+    assert hash_source("gsm8k", "train") == ""
