@@ -1,54 +1,326 @@
-"""`agentrl data check`: whether a dataset's tasks can be scored."""
+"""`agentrl data show`, `check` and `split`: a dataset's rows before they are trained on."""
 
-from typing import Annotated
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.plot import histogram
 from agentrl.workflow.errors import ConfigError, DatasetError
+from agentrl.workflow.runtime.shown_text import one_line
 
-data = typer.Typer(help="Check datasets.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from agentrl.workflow.analysis.prompt_reader import PromptReader
+    from agentrl.workflow.config import DatasetConfig, RunConfig
+    from agentrl.workflow.datasets import LoadedTasks
+    from agentrl.workflow.trajectory import Task
+
+data = typer.Typer(help="Show, check and split datasets.", no_args_is_help=True)
+
+DatasetName = Annotated[str, typer.Argument(metavar="DATASET", help="A name, file, folder or OWNER/NAME, as of submit.")]
+Split = Annotated[str, typer.Option(help="The split.")]
+Map = Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)]
+Filter = Annotated[str | None, typer.Option(help="SQL condition on the columns of rows to keep.", show_default=False)]
+EnvName = Annotated[str | None, typer.Option("--env", help="Env whose prompt it gets [the dataset's].", show_default=False)]
+MAX_LISTED = 5
+"""Rows of each kind of remark that are listed."""
 
 
 @data.callback()
 def _group() -> None:
-    """Check datasets."""
+    """Show, check and split datasets."""
+
+
+@data.command("show")
+def show_rows(
+    dataset: DatasetName,
+    n: Annotated[int, typer.Option("-n", min=1, max=1000, help="Rows to show.")] = 3,
+    split: Split = "train",
+    map: Map = None,
+    filter: Filter = None,
+    env: EnvName = None,
+    model: Annotated[str | None, typer.Option(help="Model or run whose template is rendered.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the first tasks of a dataset; with --model as that model reads them, with their tokens."""
+    config = _run_config(_rows_config(dataset, split, map, filter, n), env, model)
+    loaded = _load(config.dataset)
+    reader = _prompt_reader(config, loaded, model) if model else None
+    shown = [_describe_task(task, reader) for task in loaded.tasks]
+    if as_json:
+        show_json(shown)
+        return
+    for task in shown:
+        tokens = f", {task['tokens']} tokens" if "tokens" in task else ""
+        show(f"=== {task['task']}{tokens}")
+        show(
+            task["prompt"] if "prompt" in task else "\n".join(f"{each['role']}: {each['content']}" for each in task["messages"])
+        )
+        show(f"--- reference: {task['reference'] or 'none'}")
+        if task["metadata"]:
+            show(f"--- metadata: {one_line(json.dumps(task['metadata'], ensure_ascii=False), 500)}")
 
 
 @data.command()
 def check(
-    dataset: Annotated[str, typer.Argument(metavar="FILE", help="A .jsonl file, the name of a dataset, or module:name.")],
+    dataset: DatasetName,
     reward: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A reward to try; may be repeated [those of the dataset's env].", show_default=False),
     ] = None,
-    split: Annotated[str, typer.Option(help="The split.")] = "train",
+    split: Split = "train",
+    map: Map = None,
+    filter: Filter = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="DATASET|SPLIT", help="What must share no question [test].", show_default=False),
+    ] = None,
+    env: EnvName = None,
+    model: Annotated[str | None, typer.Option(help="Count the tokens of prompts for this model.", show_default=False)] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=2, max=1024, help="With --model: sample each task so often.", show_default=False)
+    ] = None,
+    n: Annotated[int, typer.Option("-n", min=1, max=4096, help="With --samples: only the first N tasks.")] = 64,
     as_json: Json = False,
 ) -> None:
-    """Give each task's own reference as the answer; list the tasks for which that does not earn full marks."""
-    from agentrl.workflow.config import DatasetConfig
+    """Give each task's own reference as the answer; list the tasks for which that does not earn full marks.
+
+    It also counts repeated questions, those shared with the test split, missing references, the tokens of prompts (--model),
+    and what a model can learn from (--model M --samples 8): tasks that are solved sometimes, not always or never.
+    """
+    from agentrl.workflow.reference_check import reference_problems
+
+    if samples and not model:
+        raise ConfigError("--samples is for a model.", "Add --model MODEL.")
+    config = _run_config(_rows_config(dataset, split, map, filter), env, model)
+    loaded = _load(config.dataset)
+    found: dict[str, Any] = {"dataset": dataset, "tasks": len(loaded.tasks)}
+    found |= _compare_questions(loaded, config.dataset, against)
+    if model:
+        found |= _measure_prompts(loaded, config, model)
+    names = _comparing_rewards(reward, config.env or loaded.env)
+    found |= {"rewards": list(names), "problems": reference_problems([task for task in loaded.tasks if task.reference], names)}
+    if samples and model:
+        found |= _sample(config, model, samples, n, reward)
+    if as_json:
+        show_json(found)
+    else:
+        for line in _check_lines(found):
+            show(line)
+    if found["problems"]:
+        message = (
+            f"{len(found['problems'])} of {len(loaded.tasks)} tasks of {dataset!r} cannot be scored by {', '.join(names)}."
+        )
+        raise DatasetError(message, "Correct these rows, or name another --reward.")
+    say(f"{len(loaded.tasks)} tasks of {dataset!r} can be scored by {', '.join(names)}.")
+
+
+@data.command("split")
+def split_rows(
+    dataset: DatasetName,
+    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.", show_default=False)],
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the questions that is held out.")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses which.")] = 0,
+    split: Split = "train",
+    map: Map = None,
+    filter: Filter = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Divide a dataset's rows into train.jsonl and test.jsonl; rows with the same question stay together."""
+    from agentrl.workflow.dataset_rows.splitting import write_splits
+
+    counts = write_splits(_divided_rows(_rows_config(dataset, split, map, filter), share, seed), out, force)
+    if as_json:
+        show_json({"out": str(out), **counts})
+    else:
+        show(f"{out}: {counts['train']} rows in train.jsonl, {counts['test']} in test.jsonl")
+    say(f"Train on it: agentrl submit --dataset {out} -s eval.every=10")
+
+
+def _rows_config(
+    dataset: str, split: str, map: str | None, filter: str | None, max_tasks: int | None = None
+) -> "DatasetConfig":
+    from agentrl.workflow.config import build
+
+    given = {"name": dataset, "split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
+    return build({f"dataset.{key}": value for key, value in given.items() if value is not None}).dataset
+
+
+def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "RunConfig":
+    """The config of a run with the model, or the policy's own, on these rows."""
+    from agentrl.cli.targets import find_policy
+    from agentrl.workflow.config import RunConfig
+
+    config = find_policy(model)[0] if model else RunConfig()
+    return config.model_copy(update={"dataset": rows, "env": env})
+
+
+def _load(config: "DatasetConfig") -> "LoadedTasks":
     from agentrl.workflow.datasets import load_tasks
+
+    return load_tasks(config)
+
+
+def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", model: str) -> "PromptReader":
+    from agentrl.cli.targets import find_policy
+    from agentrl.workflow.analysis.prompt_reader import PromptReader
+    from agentrl.workflow.chat.templates import settle_chat
+    from agentrl.workflow.experiment import Experiment
+    from agentrl.workflow.models.lookup import existing_model, model_folder
+
+    ref = find_policy(model)[1]
+    path = ref.base if ref is not None else existing_model(config.model.path, config.dataset.name)
+    folder = model_folder(path, config.model.trust_remote_code)
+    made = config.model_copy(update={"env": config.env or loaded.env, "model": settle_chat(config.model, folder)})
+    return PromptReader(Experiment(made), folder)
+
+
+def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any]:
+    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+    told = {"task": task.key, "messages": messages, "reference": task.reference, "metadata": dict(task.metadata)}
+    if reader is None:
+        return told
+    prompt = reader.read(task)
+    return told | {"prompt": prompt.text, "tokens": prompt.tokens}
+
+
+def _comparing_rewards(asked: Sequence[str] | None, env: str) -> tuple[str, ...]:
+    """The rewards that compare an answer with a reference, ready to be asked.
+
+    Raises:
+        ConfigError: there is none.
+    """
     from agentrl.workflow.plugins import find
-    from agentrl.workflow.reference_check import comparing_rewards, reference_problems
+    from agentrl.workflow.reference_check import comparing_rewards
     from agentrl.workflow.rewards import judges_of
 
-    loaded = load_tasks(DatasetConfig(name=dataset, split=split))
-    asked = tuple(reward or find("envs", loaded.env).rewards)
-    names = comparing_rewards(asked)
+    rewards = tuple(asked or find("envs", env).rewards)
+    names = comparing_rewards(rewards)
     if not names:
         raise ConfigError(
-            f"None of the rewards ({', '.join(asked) or 'none'}) compares an answer with a reference.",
+            f"None of the rewards ({', '.join(rewards) or 'none'}) compares an answer with a reference.",
             "Name one that does: --reward numeric_answer",
         )
     for judge in judges_of(dict.fromkeys(names, 1.0)).values():
         judge.check()
-    problems = reference_problems(loaded.tasks, names)
-    if as_json:
-        show_json({"dataset": dataset, "tasks": len(loaded.tasks), "rewards": list(names), "problems": problems})
-    else:
-        for problem in problems:
-            show(problem)
+    return names
+
+
+def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: str | None) -> dict[str, Any]:
+    from agentrl.workflow.dataset_rows.questions import find_repeated, find_shared
+
+    repeated = list(find_repeated(loaded.tasks))
+    other, others = _other_tasks(config, against)
+    return {
+        "identical": loaded.repeated,
+        "repeated": [f"{later.key} asks the same as {first.key}" for first, later in repeated],
+        "contradictory": sum(first.reference != later.reference for first, later in repeated),
+        "without_reference": sum(not task.reference for task in loaded.tasks),
+        "against": other,
+        "shared": [
+            f"{task.key} asks the same as {theirs.key} of {other}" for task, theirs in find_shared(loaded.tasks, others)
+        ],
+    }
+
+
+def _other_tasks(config: "DatasetConfig", against: str | None) -> tuple[str, Sequence["Task"]]:
+    """What the tasks are compared with, and its tasks: another dataset, or another split of this one if it has that."""
+    from agentrl.workflow.dataset_rows.sources import kind_of_source
+    from agentrl.workflow.datasets import is_file
+
+    if against and (kind_of_source(against) != "plugin" or is_file(config.name)):
+        return against, _load(config.model_copy(update={"name": against, "split": "train"})).tasks
+    split = against or "test"
+    if is_file(config.name) or split == config.split:
+        return "", ()
+    try:
+        return split, _load(config.model_copy(update={"split": split})).tasks
+    except DatasetError:
+        if against:
+            raise
+        return "", ()
+
+
+def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", model: str) -> dict[str, Any]:
+    reader = _prompt_reader(config, loaded, model)
+    tokens = [reader.read(task).tokens for task in loaded.tasks]
+    room = reader.window - config.rollout.max_new_tokens
+    return {"prompt_tokens": tokens, "window": reader.window, "too_long": sum(length > room for length in tokens), "room": room}
+
+
+def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
+    """Sample the first tasks in an evaluation of the model; return what its groups can teach."""
+    from agentrl.cli.evaluate import eval_run_of, run_to_end, with_policy_name
+    from agentrl.cli.targets import existing_database
+    from agentrl.workers.requests.submission import prepare
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.resolve import parse_weights
+    from agentrl.workflow.store.reads import solved_tasks
+
+    asked = config.dataset
+    rows, weights = {"map": asked.map, "filter": asked.filter}, parse_weights(reward or ())
+    measured, ref = eval_run_of(
+        model, asked.name, asked.split, n, {"group_size": samples}, config.env, rewards=weights, rows=rows
+    )
+    prepared = with_policy_name(prepare(existing_database(), measured, kind="eval", policy=ref), model)
+    run = run_to_end(prepared, samples).name
+    shares = [count.share for count in solved_tasks.load_solved(database(), run).values()]
+    groups = solved_tasks.count_equal_groups(database(), run)
+    return {
+        "run": run,
+        "sampled": len(shares),
+        "solved": sum(shares) / len(shares) if shares else None,
+        "always": sum(share == 1 for share in shares),
+        "never": sum(share == 0 for share in shares),
+        "groups": groups.groups,
+        "equal": groups.equal,
+    }
+
+
+def _check_lines(found: dict[str, Any]) -> Iterator[str]:
+    yield from found["problems"]
+    for key, what in (("repeated", "questions are asked again"), ("shared", f"questions are in {found['against']} too")):
+        if found[key]:
+            yield f"{len(found[key])} {what}:"
+            yield from (f"  {line}" for line in found[key][:MAX_LISTED])
+    if found["identical"]:
+        yield f"{found['identical']} rows say the same as an earlier one, and are left out"
+    if found["contradictory"]:
+        yield f"{found['contradictory']} of the questions that are asked again have another reference"
+    if found["without_reference"]:
+        yield f"{found['without_reference']} tasks have no reference"
+    if "prompt_tokens" in found:
+        yield f"tokens of prompts; {found['room']} leave room for an answer, and {found['too_long']} tasks have more:"
+        yield from (f"  {line}" for line in histogram(found["prompt_tokens"]))
+    if found.get("sampled"):
+        yield f"{found['run']}: {found['sampled']} tasks sampled, {found['solved']:.0%} solved on average"
+        yield f"  {found['always']} tasks are always solved, {found['never']} never"
+        learnable = found["groups"] - found["equal"]
+        yield f"  {learnable} of {found['groups']} groups have unequal rewards: what GRPO can learn from"
+
+
+def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield each row and whether it is held out.
+
+    Raises:
+        DatasetError: a row is malformed; or the dataset has no rows of its own.
+    """
+    from agentrl.workflow.dataset_rows.questions import question_key
+    from agentrl.workflow.dataset_rows.sources import read_source
+    from agentrl.workflow.dataset_rows.splitting import is_held_out
+    from agentrl.workflow.datasets import is_rows, jsonl
+
+    if not is_rows(config.name):
+        raise ConfigError(f"{config.name!r} has no rows of its own to divide.", "Name a file, a folder or OWNER/NAME.")
+    problems: list[str] = []
+    for row in read_source(config):
+        values = dict(row.values or {})
+        for task in islice(jsonl.read_tasks([row], config, problems), 1):
+            yield values, is_held_out(question_key(task), share, seed)
     if problems:
-        message = f"{len(problems)} of {len(loaded.tasks)} tasks of {dataset!r} cannot be scored by {', '.join(names)}."
-        raise DatasetError(message, "Correct these rows, or name another --reward.")
-    say(f"{len(loaded.tasks)} tasks of {dataset!r} can be scored by {', '.join(names)}.")
+        raise jsonl.malformed_error(config.name, problems, "Correct them.")

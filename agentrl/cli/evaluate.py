@@ -118,8 +118,6 @@ def evaluate(
     An episode is right if the part of its reward that decides it has its full value; pass@k is the chance that one of k
     episodes of a task is right, for k up to --group-size. Compare two policies: agentrl compare A B.
     """
-    from agentrl.cli.services import start_run
-    from agentrl.cli.watch import follow
     from agentrl.workers.requests import submission as submission
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
@@ -132,20 +130,12 @@ def evaluate(
     rows, weights = {"map": map, "filter": filter}, parse_weights(reward or ())
     config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own, weights, rows)
     config = build(config.flat() | chat_values(tool_format, chat_template))
-    prepared = _with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
+    prepared = with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     for remark in prepared.remarks:
         say(remark)
-    made, missing = start_run(prepared, required=True)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({config.dataset.split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
-    measured = prepared.experiment
-    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
-    for line in [counted, f"  {_describe_scoring(measured)}", *missing]:
-        say(line)
-    view = follow(database(), made.name, sys.stderr.isatty(), say)
-    if view.run["status"] != "done":
-        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
-        raise typer.Exit(1)
+    made = run_to_end(prepared, group_size)
     result = eval_results.find_result(database(), made.name)
     _show_score(made.name, policy, result, as_json)
     if not result["episodes"]:
@@ -158,7 +148,24 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
+def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
+    """Start an evaluation and follow it to its end; exits with 1 where it does not end as done."""
+    from agentrl.cli.services import start_run
+    from agentrl.cli.watch import follow
+    from agentrl.workers.stack.process import database
+
+    made, missing = start_run(prepared, required=True)
+    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
+    for line in [counted, f"  {_describe_scoring(prepared.experiment)}", *missing]:
+        say(line)
+    view = follow(database(), made.name, sys.stderr.isatty(), say)
+    if view.run["status"] != "done":
+        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
+        raise typer.Exit(1)
+    return made
+
+
+def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
     """The evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same weights."""
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))

@@ -46,3 +46,13 @@ def _levels(points: Sequence[float], height: int) -> list[int]:
     """Each point's row, from 0 for the lowest to height - 1 for the highest."""
     low, high = min(points), max(points)
     return [round((height - 1) * ((point - low) / (high - low))) if high > low else 0 for point in points]
+
+
+def histogram(values: Sequence[int], width: int = 40, bins: int = 10) -> list[str]:
+    """Whole numbers counted in at most `bins` equally wide ranges, a line each: its ends, how many, a bar."""
+    low, high = min(values), max(values)
+    step = max(1, -(-(high - low + 1) // bins))
+    counts = {start: sum(start <= value < start + step for value in values) for start in range(low, high + 1, step)}
+    most = max(counts.values())
+    bars = {start: "*" * -(-count * width // most) for start, count in counts.items()}
+    return [f"{start:>6}-{start + step - 1:<6} {count:>7} {bars[start]}".rstrip() for start, count in counts.items()]

@@ -244,7 +244,15 @@ def test_several_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
 def test_names_stand_for_files_folders_the_hub_and_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own" / "data").mkdir(parents=True)
-    kinds = {"a.jsonl": "file", "own/data": "folder", "./x": "folder", "openai/gsm8k": "hub", "openai/gsm8k:main": "hub"}
+    (tmp_path / "gsm8k").mkdir()
+    kinds = {
+        "a.jsonl": "file",
+        "own/data": "folder",
+        "own": "folder",
+        "./x": "folder",
+        "openai/gsm8k": "hub",
+        "openai/gsm8k:main": "hub",
+    }
     assert {name: kind_of_source(name) for name in kinds} == kinds
     assert kind_of_source("gsm8k") == kind_of_source("package.module:name") == "plugin"
     assert absolute_name("a.jsonl=0.7,gsm8k=0.3") == f"{tmp_path / 'a.jsonl'}=0.7,gsm8k=0.3"

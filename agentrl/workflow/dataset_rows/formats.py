@@ -20,51 +20,69 @@ MAX_ROW_BYTES = 8_000_000
 MAX_COLUMNS = 1000
 MAX_DEPTH = 32
 """Levels of lists and structures in a column."""
-BATCH_ROWS = 128
+BATCH_ROWS = 256
 """Rows that are decoded at once: few, since one value of a compressed file may stand in each of them."""
 SKIPPED_BYTES = 1 << 20
 
 
-class FileRow(NamedTuple):
-    """A row, or why it cannot be read. `number` counts from 1: the line of a text file, the row of another."""
+class SourceRow(NamedTuple):
+    """A row of a dataset: its columns, or why it cannot be read.
 
+    Args:
+        label: the beginning of its key: `LABEL/NUMBER` is what it is called for ever.
+        number: from 1; the line of a text file, the row of another.
+        where: what the number counts: `line`, or `train.parquet, row`.
+    """
+
+    label: str
     number: int
+    where: str
     values: dict[str, Any] | None
     problem: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where it stands, for a person: `line 7`, `train.parquet, row 7`."""
+        return f"{self.where} {self.number}"
 
-Reader = Callable[[Path], Iterator[FileRow]]
+
+Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
-def read_rows(path: Path) -> Iterator[FileRow]:
+def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
     """Yield the rows of a file, by its suffix (`READERS`).
+
+    Args:
+        label: of the rows.
+        where: a text before the unit that its rows are counted in.
 
     Raises:
         DatasetError: there is no such file, or it is not of its format.
     """
+    unit = "row" if path.suffix in (".parquet", ".arrow") else "line"
     try:
-        yield from READERS[path.suffix](path)
+        yield from READERS[path.suffix](path, label, where + unit)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())[:300]
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: {reason}.", "Check the path.") from error
 
 
-def parse_json_lines(lines: Iterable[bytes]) -> Iterator[FileRow]:
+def parse_json_lines(lines: Iterable[bytes], label: str = "", where: str = "line") -> Iterator[SourceRow]:
     """Yield the object of each line that is not blank."""
     for number, raw in enumerate(lines, start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if len(line) > MAX_ROW_BYTES:
-            yield FileRow(number, None, _size_problem(len(line)))
+            yield SourceRow(label, number, where, None, _size_problem(len(line)))
         elif line.strip():
             try:
-                yield FileRow(number, read_object(line))
+                yield SourceRow(label, number, where, read_object(line))
             except ValueError as error:
-                yield FileRow(number, None, str(error))
+                yield SourceRow(label, number, where, None, str(error))
 
 
-def _read_json_lines(path: Path) -> Iterator[FileRow]:
+def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
     with path.open("rb") as file:
-        yield from parse_json_lines(_bounded_lines(file))
+        yield from parse_json_lines(_bounded_lines(file), label, where)
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -77,7 +95,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
                 break
 
 
-def _read_csv(path: Path, delimiter: str = ",") -> Iterator[FileRow]:
+def _read_csv(path: Path, label: str, where: str, delimiter: str = ",") -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with path.open("rb") as file:
         reader = csv.reader(_text_lines(path, file), delimiter=delimiter, strict=True)
@@ -87,7 +105,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[FileRow]:
             line = reader.line_num + 1
             for fields in reader:
                 if fields:
-                    yield _csv_row(line, names, fields)
+                    yield SourceRow(label, line, where, *_csv_values(names, fields))
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DatasetError(f"{str(path)!r}, line {reader.line_num}: not CSV ({error}).", "Close its quotes.") from error
@@ -105,13 +123,13 @@ def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
             raise DatasetError(message, f"Convert it: iconv -f {source} -t UTF-8 {path.name} > utf8-{path.name}") from error
 
 
-def _csv_row(line: int, names: list[str], fields: list[str]) -> FileRow:
+def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | None, str]:
     size = sum(map(len, fields))
     if size > MAX_ROW_BYTES:
-        return FileRow(line, None, _size_problem(size))
+        return None, _size_problem(size)
     if len(fields) != len(names):
-        return FileRow(line, None, f"has {len(fields)} fields, and the header {len(names)}")
-    return FileRow(line, dict(zip(names, fields, strict=True)))
+        return None, f"has {len(fields)} fields, and the header {len(names)}"
+    return dict(zip(names, fields, strict=True)), ""
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
@@ -125,28 +143,27 @@ def _check_columns(path: Path, names: list[str]) -> None:
         raise DatasetError(f"{str(path)!r} has two columns called {repeated!r}.", "Rename one.")
 
 
-def _read_parquet(path: Path) -> Iterator[FileRow]:
+def _read_parquet(path: Path, label: str, where: str) -> Iterator[SourceRow]:
     import pyarrow  # slow to import, and only such files need it
     from pyarrow import parquet
 
     with path.open("rb") as source:
         try:
             with parquet.ParquetFile(source, pre_buffer=False) as file:
-                schema = file.schema_arrow
-                names = _readable_columns(path, schema)
-                yield from _batch_rows(file.iter_batches(BATCH_ROWS, columns=names), schema, names)
+                names = _readable_columns(path, file.schema_arrow)
+                yield from _decode(file.iter_batches(BATCH_ROWS, columns=names), names, label, where)
         except pyarrow.ArrowException as error:
             raise _arrow_error(path, error) from error
 
 
-def _read_arrow(path: Path) -> Iterator[FileRow]:
+def _read_arrow(path: Path, label: str, where: str) -> Iterator[SourceRow]:
     import pyarrow
 
     with path.open("rb") as source:
         try:
             with pyarrow.ipc.open_stream(source) as stream:
                 names = _readable_columns(path, stream.schema)
-                yield from _batch_rows((batch.select(names) for batch in stream), stream.schema, names)
+                yield from _decode((batch.select(names) for batch in stream), names, label, where)
         except pyarrow.ArrowException as error:
             raise _arrow_error(path, error) from error
 
@@ -180,24 +197,26 @@ def _holds_bytes(kind: Any) -> bool:
     return is_bytes or any(_holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
 
 
-def _batch_rows(batches: Iterable[Any], schema: Any, names: list[str]) -> Iterator[FileRow]:
-    from pyarrow import types
-
-    plain = (types.is_string, types.is_large_string, types.is_integer, types.is_boolean)
-    cleaned = [name for name in names if not any(is_kind(schema.field(name).type) for is_kind in plain)]
+def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) -> Iterator[SourceRow]:
     number = 0
     for whole in batches:
         for start in range(0, len(whole), BATCH_ROWS):
             batch = whole.slice(start, BATCH_ROWS)
-            rows = _small_rows(batch) if batch.nbytes > MAX_ROW_BYTES else batch.to_pylist()
-            for values in rows:
+            odd = [name for name in names if not _is_plain(batch.schema.field(name).type)]
+            for values in _small_rows(batch) if batch.nbytes > MAX_ROW_BYTES else batch.to_pylist():
                 number += 1
-                if isinstance(values, int):
-                    yield FileRow(number, None, _size_problem(values))
+                if values.__class__ is int:
+                    yield SourceRow(label, number, where, None, _size_problem(values))
                     continue
-                for name in cleaned:
+                for name in odd:
                     values[name] = plain_value(values[name])
-                yield FileRow(number, values)
+                yield SourceRow(label, number, where, values)
+
+
+def _is_plain(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind) or types.is_boolean(kind))
 
 
 def _small_rows(batch: Any) -> Iterator[Any]:

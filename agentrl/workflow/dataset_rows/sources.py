@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows.filters import RowFilter
-from agentrl.workflow.dataset_rows.formats import READERS, plain_value, read_rows
+from agentrl.workflow.dataset_rows.formats import READERS, SourceRow, plain_value, read_rows
 from agentrl.workflow.errors import DatasetError, did_you_mean
+from agentrl.workflow.plugins import names
 from agentrl.workflow.runtime import hub
 
 SPLIT_WORDS = {
@@ -31,28 +32,12 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9]+")
 
 
-class SourceRow(NamedTuple):
-    """A row of a dataset: its columns, or why it cannot be read.
-
-    Args:
-        label: the beginning of its key: `LABEL/NUMBER` is what it is called for ever.
-        number: from 1; the line of a text file.
-        place: where it stands, for a person: `line 7`, `train.parquet, row 7`.
-    """
-
-    label: str
-    number: int
-    place: str
-    values: dict[str, Any] | None
-    problem: str = ""
-
-
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
-    """Return what a dataset's name stands for. A name without a slash and without a known suffix is a plug-in."""
+    """Return what a dataset's name stands for. Without a slash or a known suffix it is a plug-in, or else a folder."""
     if Path(name).suffix in READERS:
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
-        return "plugin"
+        return "folder" if ":" not in name and Path(name).is_dir() and name not in names("datasets") else "plugin"
     if Path(name).expanduser().is_dir() or not _HUB_NAME.fullmatch(name):
         return "folder"
     return "hub"
@@ -74,24 +59,22 @@ def source_files(name: str, split: str) -> list[Path]:
 
 
 def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows of a file, a folder or a hub dataset that pass `config.filter`, with the columns of `config.map` renamed.
+    """Return the rows of a file, a folder or a hub dataset that pass `config.filter`, with the columns of `config.map` renamed.
 
     Raises:
         DatasetError: it cannot be read, or its first row lacks a column that `config.map` names.
     """
     rows = _read_hub(config) if kind_of_source(config.name) == "hub" else _read_files(config.name, config.split)
-    condition = RowFilter(config.filter, config.name) if config.filter else None
-    is_first = True
+    if config.filter:
+        rows = _keep(rows, RowFilter(config.filter, config.name))
+    return _rename_all(rows, config) if config.map else rows
+
+
+def _keep(rows: Iterator[SourceRow], condition: RowFilter) -> Iterator[SourceRow]:
     for row in rows:
-        if row.values is not None:
-            if condition is not None and not condition.keeps(row.values):
-                continue
-            if config.map:
-                row = _rename(row, config, is_first)
-                is_first = False
-        yield row
-    if condition is not None:
-        condition.check_columns()
+        if row.values is None or condition.keeps(row.values):
+            yield row
+    condition.check_columns()
 
 
 def hash_source(name: str, split: str) -> str:
@@ -128,10 +111,7 @@ def _read_files(name: str, split: str) -> Iterator[SourceRow]:
     folder = kind_of_source(name) == "folder"
     for path in files:
         label = f"{Path(name).name}/{split if len(files) == 1 else path.stem}" if folder else path.stem
-        where = f"{path.name}, " if folder else ""
-        unit = "row" if path.suffix in (".parquet", ".arrow") else "line"
-        for number, values, problem in read_rows(path):
-            yield SourceRow(label, number, f"{where}{unit} {number}", values, problem)
+        yield from read_rows(path, label, f"{path.name}, " if folder else "")
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -193,7 +173,7 @@ def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:
         hub.go_offline()  # then only files fetched before can be used
     label = f"{name}/{config.split}"
     for number, values in enumerate(_stream_hub(config, name, part, answer == "known"), start=1):
-        yield SourceRow(label, number, f"row {number}", plain_value(values))
+        yield SourceRow(label, number, "row", plain_value(values))
 
 
 def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) -> Iterator[dict[str, Any]]:
@@ -213,23 +193,30 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
         raise DatasetError(f"The dataset {name!r} cannot be read ({type(error).__name__}: {reason}).", "Try again.") from error
 
 
-def _rename(row: SourceRow, config: DatasetConfig, is_first: bool) -> SourceRow:
-    """The row with its columns under the names of the fields that they are mapped to.
+def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
+    """The rows with their columns under the names of the fields that they are mapped to.
 
     Raises:
         DatasetError: the first row lacks a column; then it is the name that is wrong.
     """
-    assert row.values is not None
-    fields: dict[str, Any] = {}
-    for field, column in config.map.items():
+    columns = [column for column in config.map.values() if column not in config.map]
+    is_first = True
+    for row in rows:
+        values = row.values
+        if values is None:
+            yield row
+            continue
         try:
-            fields[field] = nested_value(row.values, column)
-        except KeyError:
-            problem = f"no column {column!r}"
+            fields = {field: nested_value(values, column) for field, column in config.map.items()}
+        except KeyError as error:
+            problem = f"no column {error.args[0]!r}"
             if is_first:
-                hint = f"{did_you_mean(column, row.values)} Correct --map {field}={column}"
-                raise DatasetError(f"{config.name!r}, {row.place}: {problem}.", hint) from None
-            return row._replace(values=None, problem=problem)
-    taken = set(config.map.values())
-    rest = {name: value for name, value in row.values.items() if name not in taken}
-    return row._replace(values=rest | fields)
+                hint = f"{did_you_mean(str(error.args[0]), values)} Correct --map."
+                raise DatasetError(f"{config.name!r}, {row.place}: {problem}.", hint) from error
+            yield row._replace(values=None, problem=problem)
+            continue
+        for column in columns:
+            values.pop(column, None)
+        values.update(fields)
+        yield row
+        is_first = False

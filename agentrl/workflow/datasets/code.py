@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from agentrl.workflow.config import DatasetConfig
-from agentrl.workflow.dataset_rows.sources import SourceRow
+from agentrl.workflow.dataset_rows.formats import SourceRow
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.datasets.jsonl import add_problem
 from agentrl.workflow.errors import DatasetError

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.config import DatasetConfig
-from agentrl.workflow.dataset_rows.formats import FileRow
 from agentrl.workflow.dataset_rows.sources import read_source
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.datasets.jsonl import Row, malformed_error, read_file, read_values
@@ -108,8 +107,7 @@ def _rows(split: str) -> list[Row]:
 
 def _read_hub(split: str) -> tuple[list[Row], list[str]]:
     try:
-        rows = read_source(DatasetConfig(name=f"{HUB_NAME}:main", split=split))
-        return read_values(FileRow(row.number, row.values, row.problem) for row in rows)
+        return read_values(read_source(DatasetConfig(name=f"{HUB_NAME}:main", split=split)))
     except DatasetError as error:
         raise DatasetError(f"gsm8k cannot be loaded from the hub: {error}", HINT) from error
 

@@ -24,8 +24,8 @@ from typing import Any, get_args
 from agentrl.workflow.call_json import read_arguments
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows import formats
+from agentrl.workflow.dataset_rows.formats import SourceRow
 from agentrl.workflow.dataset_rows.json_objects import kind_of
-from agentrl.workflow.dataset_rows.sources import SourceRow
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.trajectory import Message, Role, Task, ToolCall
@@ -41,6 +41,9 @@ REFERENCES = ("answer", "reference")
 ROLES: tuple[Role, ...] = get_args(Role)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +112,24 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
     return read_values(formats.parse_json_lines(lines))
 
 
-def read_values(lines: Iterable[formats.FileRow]) -> tuple[list[Row], list[str]]:
+def read_values(sources: Iterable[SourceRow]) -> tuple[list[Row], list[str]]:
     """Return the well-formed rows, and `line N: why` for each malformed one."""
     rows: list[Row] = []
     problems: list[str] = []
-    for number, values, problem in lines:
+    for source in sources:
         try:
-            if values is None:
-                raise ValueError(problem)
-            rows.append(_row(number, values))
+            if source.values is None:
+                raise ValueError(source.problem)
+            rows.append(_row(source.number, source.values))
         except ValueError as error:
-            problems.append(f"line {number}: {error}")
+            problems.append(f"{source.place}: {error}")
     return rows, problems
 
 
 def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
-    for fields in (PROMPTS, REFERENCES):  # a column that is mapped to a field takes the place of the field's other names
+    for fields in (
+        (PROMPTS, REFERENCES) if mapped else ()
+    ):  # a column that is mapped to a field takes the place of the field's other names
         if any(name in mapped for name in fields):
             row = {key: value for key, value in row.items() if key not in fields or key in mapped}
     prompt = "chosen" if _has_implicit_prompt(row) else only_one_of(PROMPTS, row)
@@ -182,7 +187,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
     if not metadata:
         return
     try:
-        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False)
+        text = _encode(metadata)
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("half a surrogate pair in the metadata") from error

@@ -67,7 +67,7 @@ def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25
     found = select_rows(tx, query, **asked)
     rows, more = found[:size], len(found) > size
     groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
-    rule = _load_rule(tx, run_id)
+    rule = load_rule(tx, run_id)
     shown, left_out = _describe(tx, rule, rows, groups)
     following = encode_cursor(KIND, digest, offset + size) if more else ""
     return TasksPage(shown, following, rule.words, left_out)
@@ -154,7 +154,8 @@ class _Rule:
         return right if self.reward_set == "default" else f"{right} in {self.reward_set}; the rewards here are the first ones"
 
 
-def _load_rule(tx: Any, run_id: int) -> _Rule:
+def load_rule(tx: Any, run_id: int) -> _Rule:
+    """Return the rule by which an episode of the run is right."""
     query = """
         SELECT r.reward_set, r.manifest, coalesce(own.weights, theirs.weights) AS weights FROM runs r
         LEFT JOIN reward_sets own ON own.run_id = r.id AND own.name = r.reward_set
@@ -242,7 +243,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     if not (role or groups):
         raise NotFoundError(f"{found['name']!r} has no task {task}.", f"agentrl episodes {found['name']}")
     shown = groups[-MOST_GROUPS:]
-    rule = _load_rule(tx, found["id"])
+    rule = load_rule(tx, found["id"])
     (described,), left_out = _describe(tx, rule, tasks, {task: shown})
     episodes = _load_group_episodes(tx, [group["id"] for group in shown])
     return {

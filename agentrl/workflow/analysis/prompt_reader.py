@@ -1,0 +1,40 @@
+"""The prompts of tasks as a model reads them, rendered by its template and counted in its tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.models.loading import context_and_vocabulary, load_chat
+from agentrl.workflow.trajectory import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a task's first turn, as the model reads it."""
+
+    text: str
+    tokens: int
+
+
+class PromptReader:
+    """Renders tasks as a run of the experiment would, in its env, with its tools and its model's template.
+
+    Raises:
+        ModelError: the folder holds no tokenizer with a template.
+    """
+
+    def __init__(self, made: Experiment, folder: Path) -> None:
+        self._made = made
+        self._chat: Chat = load_chat(made.config.model, folder)
+        self._schemas = tuple(tool.schema for tool in made.tools.values())
+        self.window = context_and_vocabulary(folder, made.config.model.trust_remote_code)[0]
+
+    def read(self, task: Task) -> Prompt:
+        """Return the task's prompt.
+
+        Raises:
+            ModelError: the template refuses its messages.
+        """
+        ids = self._chat.opening(self._made.env.reset(task), self._schemas)
+        return Prompt(self._chat.decode(ids), len(ids))

@@ -1,0 +1,29 @@
+"""Questions that repeat: within a dataset, or between two splits of it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2s
+
+from agentrl.workflow.trajectory import Task
+
+
+def question_key(task: Task) -> bytes:
+    """Return a hash of what a task asks, the same whatever the case and the white space of its texts."""
+    texts = (f"{message.role}\0{' '.join(message.content.split()).casefold()}" for message in task.messages)
+    return blake2s("\0".join(texts).encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def find_repeated(tasks: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
+    """Yield (first, later) where a later task asks what an earlier one asks."""
+    first: dict[bytes, Task] = {}
+    for task in tasks:
+        earlier = first.setdefault(question_key(task), task)
+        if earlier is not task:
+            yield earlier, task
+
+
+def find_shared(tasks: Sequence[Task], others: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
+    """Yield (task, other) where a task of another split asks what one of these asks."""
+    mine = {question_key(task): task for task in tasks}
+    for other in others:
+        if (found := mine.get(question_key(other))) is not None:
+            yield found, other

@@ -1,0 +1,70 @@
+"""Rows divided into two files of JSON lines: whole or not at all, with equal questions on the same side."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, BinaryIO
+
+from agentrl.workflow.errors import ConflictError, DatasetError, ServiceError
+
+SPLITS = ("train", "test")
+
+
+def is_held_out(key: bytes, share: float, seed: int) -> bool:
+    """Return whether a question belongs to the test split: so decides hash(seed, question), whatever the other rows are."""
+    digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
+    """Write each row to `test.jsonl` if it is held out, else to `train.jsonl`; return how many rows each has.
+
+    Nothing is written unless both files can be.
+
+    Raises:
+        ConflictError: a file exists, and `force` is off.
+        DatasetError: a split has no row, or the rows cannot be read.
+        ServiceError: the folder cannot be written, or the disk is full.
+    """
+    files = {split: folder / f"{split}.jsonl" for split in SPLITS}
+    if not force and (existing := next((file for file in files.values() if file.exists()), None)):
+        raise ConflictError(f"The file {str(existing)!r} exists.", "Name another --out, or write over it with --force.")
+    counts = dict.fromkeys(SPLITS, 0)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = {split: stack.enter_context(_open_beside(folder)) for split in SPLITS}
+            for values, held_out in rows:
+                split = SPLITS[held_out]
+                beside[split].write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+                counts[split] += 1
+            for split, file in beside.items():
+                file.flush()
+                os.fsync(file.fileno())
+                if not counts[split]:
+                    raise DatasetError(f"No row is in the split {split!r}.", "Choose another --share or --seed.")
+            for split, file in beside.items():
+                os.replace(file.name, files[split])
+        except OSError as error:
+            full = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else error.strerror
+            raise ServiceError(
+                f"Cannot write to {str(folder)!r}: {full}.", "Free some space, or name another --out."
+            ) from error
+    return counts
+
+
+@contextmanager
+def _open_beside(folder: Path) -> Iterator[BinaryIO]:
+    """A file in the folder, which is gone at the end unless it was renamed."""
+    file = NamedTemporaryFile(dir=folder, prefix=".split-", delete=False)  # noqa: SIM115 - its close may fail
+    try:
+        yield file  # type: ignore[misc]
+    finally:
+        with suppress(OSError):  # a full disk was reported when the file was flushed
+            file.close()
+        Path(file.name).unlink(missing_ok=True)
