@@ -121,11 +121,13 @@ def submit(
     seed: Annotated[int | None, _flag_option("seed")] = None,
     name: Annotated[str | None, _flag_option("name")] = None,
     output_dir: Annotated[str | None, _flag_option("output_dir")] = None,
+    report_to: Annotated[str | None, _flag_option("report_to")] = None,
+    report_samples: Annotated[int | None, _flag_option("report_samples")] = None,
     hook: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODULE:CLASS",
-            help="A class of yours, called when rollouts, turns and updates begin and end; may be repeated.",
+            help="Your class of hooks (agentrl.Hook); may be repeated.",
             show_default=False,
             rich_help_panel=RUN,
         ),
@@ -145,13 +147,13 @@ def submit(
     ] = None,
     reward_set: Annotated[
         str | None,
-        typer.Option(help="Reward set that trains on stored episodes [default].", show_default=False, rich_help_panel=STORED),
+        typer.Option(help="Reward set that trains [default].", show_default=False, rich_help_panel=STORED),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="RUN[@V]",
-            help="With stored episodes: start from this policy [theirs].",
+            help="Start from this policy [theirs].",
             show_default=False,
             rich_help_panel=STORED,
         ),

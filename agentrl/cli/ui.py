@@ -10,19 +10,21 @@ import typer
 
 from agentrl.cli.output import say, show
 from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.settings import PAGE_HOST, PAGE_PORT
 
 if TYPE_CHECKING:
     import socket
 
     from agentrl.workers.page.read_only import ReadOnlyStore
 
-HOST, PORT = "127.0.0.1", 7788
 LIMIT_MB = 20.0
 
 
 def ui(
-    host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine wants the printed token.")] = HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; one beyond this machine wants the printed token.")
+    ] = PAGE_HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PAGE_PORT,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
     database_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Another store [AGENTRL_DATABASE_URL].", show_default=False)

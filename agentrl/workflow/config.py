@@ -373,6 +373,24 @@ class EvalConfig(Section):
         return self
 
 
+def _as_names(value: Any) -> Any:
+    words = value.split(",") if isinstance(value, str) else value
+    return _as_tuple([word.strip() for word in words] if isinstance(words, list) else words)
+
+
+class ReportConfig(Section):
+    """Where the run's metrics are also written."""
+
+    to: Annotated[Texts, BeforeValidator(_as_names)] = Field((), description="Trackers: wandb,trackio,tensorboard,mlflow")
+    samples: int = Field(0, ge=0, le=100, description="Episodes per iteration that trackers show")
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.samples and not self.to:
+            raise ValueError("samples does nothing without report.to")
+        return self
+
+
 PROGRAM = "cmd:"
 """What an agent that is a program begins with."""
 
@@ -479,6 +497,7 @@ class RunConfig(Section):
     source: SourceConfig = SourceConfig()
     search: SearchConfig = SearchConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -23,10 +23,11 @@ from weakref import WeakKeyDictionary
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.settings import Settings, settings
 
-KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats", "adapters")
+KINDS = ("datasets", "tools", "rewards", "envs", "engines", "trainers", "algorithms", "tool_formats", "adapters", "trackers")
 _CLASSES = {
     "datasets": "Dataset", "tools": "Tool", "envs": "Env", "engines": "Backend", "trainers": "TrainerBackend",
     "algorithms": "Algorithm", "tool_formats": "ToolFormat", "adapters": "Adapter",
+    "trackers": "Tracker",
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 CODE_PREFIX = "agentrl_code_"

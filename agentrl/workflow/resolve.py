@@ -66,6 +66,8 @@ FLAGS = {
     "seed": "seed",
     "name": "name",
     "output_dir": "output_dir",
+    "report_to": "report.to",
+    "report_samples": "report.samples",
 }
 """Flag of `submit`, which is also a keyword of the Trainer -> key of the config."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}

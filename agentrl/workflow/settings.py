@@ -15,6 +15,9 @@ from urllib.parse import quote
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+PAGE_HOST, PAGE_PORT = "127.0.0.1", 7788
+"""Where `agentrl ui` listens, unless it is told otherwise."""
+
 
 def is_url(path: str) -> bool:
     """Whether the text is `scheme://...` and not a path of this host."""
@@ -90,6 +93,9 @@ class Settings(BaseSettings):
         default="127.0.0.1", description="Where a rollout worker serves agents; auto: this machine's own address."
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
+    report_seconds: float = Field(
+        default=60.0, gt=0, description="How long a tracker may take for a step before its process is ended."
+    )
     sandbox: Literal["auto", "bwrap", "landlock", "docker", "none-unsafe"] = Field(
         default="auto", description="What holds model-written code; auto: bwrap, else landlock; none-unsafe: nothing does."
     )
@@ -136,6 +142,11 @@ class Settings(BaseSettings):
     def cache_dir(self) -> Path:
         """Copies of checkpoints that are kept at a URL."""
         return self.root / "cache"
+
+    @property
+    def trackers_dir(self) -> Path:
+        """Files of trackers that need no server."""
+        return self.root / "trackers"
 
     @property
     def stack_dir(self) -> Path:

@@ -13,7 +13,7 @@ from agentrl.workflow.tool_formats import HERMES
 MAX_TASKS = 4096
 """The most tasks of one evaluation, which are one iteration."""
 
-TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.")
+TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report.")
 """Prefixes of config keys that do not affect how episodes are made."""
 
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")

@@ -9,6 +9,7 @@ from logging import getLogger
 from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
 from agentrl.workers.stack.process import database, stopping, worker_name
 from agentrl.workers.stack.readiness import readiness
+from agentrl.workers.stack.report_processes import ReportProcesses
 from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
@@ -20,22 +21,27 @@ log = getLogger("agentrl.control")
 
 def run() -> None:
     """Ticks until the process is told to stop."""
-    while not stopping.is_set():
-        try:
-            tick()
-            readiness().confirm()
-        except ServiceError as error:
-            readiness().lose(error.message)
-        except Exception:
-            log.exception("this tick failed; the next one starts from the rows again")
-        stopping.wait(settings().tick_seconds)
+    processes = ReportProcesses()
+    try:
+        while not stopping.is_set():
+            try:
+                if tick() is not None:
+                    processes.tend(database())
+                readiness().confirm()
+            except ServiceError as error:
+                readiness().lose(error.message)
+            except Exception:
+                log.exception("this tick failed; the next one starts from the rows again")
+            stopping.wait(settings().tick_seconds)
+    finally:
+        processes.stop()
 
 
-def tick() -> int:
-    """Sends the missing messages, unless another control loop does; returns how many it sent."""
+def tick() -> int | None:
+    """Sends the missing messages and returns how many it sent; None while another control loop does it."""
     where, db = settings(), database()
     if not control_reads.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
-        return 0
+        return None
     return send_missing()
 
 

@@ -184,6 +184,12 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
             run_id=run_id, name="default", code_hash=submission.code_hash, weights=dict(submission.weights)
         )
     )
+    if trackers := submission.config.get("report", {}).get("to"):
+        samples = submission.config["report"]["samples"]
+        tx.execute(
+            schema.reports.insert(),
+            [{"run_id": run_id, "tracker": each, "samples": samples} for each in dict.fromkeys(trackers)],
+        )
     if submission.groups:
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:

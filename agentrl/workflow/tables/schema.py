@@ -141,6 +141,21 @@ run_notes = Table(
 )
 """What people wrote down about a run."""
 
+reports = Table(
+    "reports",
+    metadata,
+    Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
+    Column("tracker", String(128), primary_key=True),
+    text_column("handle"),
+    text_column("url"),
+    Column("samples", Integer, nullable=False, server_default="0"),
+    Column("iteration", Integer, nullable=False, server_default="0"),
+    Column("status", String(16), nullable=False, server_default=""),
+    text_column("error"),
+    created_column(),
+)
+"""The trackers that a run is written to: its id there, the last iteration written, and the run's status as it was told last."""
+
 policies = Table(
     "policies",
     metadata,

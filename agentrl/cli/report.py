@@ -1,0 +1,76 @@
+"""`agentrl report`: a run written to trackers, also long after its end, and where it is."""
+
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import typer
+
+from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.targets import stored_database
+from agentrl.cli.watch import RunName
+from agentrl.workflow.config import ReportConfig
+from agentrl.workflow.errors import ConfigError, ServiceError
+
+_SAMPLES = ReportConfig.model_fields["samples"].description
+
+
+def report(
+    run: RunName,
+    to: Annotated[
+        str, typer.Option("--to", metavar="TRACKERS", help="wandb,trackio,tensorboard,mlflow or package.module:name.")
+    ] = "",
+    samples: Annotated[int, typer.Option("--report-samples", min=0, max=100, help=f"{_SAMPLES}.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a run to trackers, or list those that it is written to. Steps that a tracker has are not written again."""
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.store import run_names, run_reports
+
+    db, row = stored_database(), run_names.find_run(stored_database(), run)
+    trackers = ReportConfig(to=to).to if to else ()
+    if samples and not trackers:
+        raise ConfigError("--report-samples goes with --to.", "Add --to wandb.")
+    for name in trackers:
+        find("trackers", name)
+    if trackers:
+        run_reports.add_reports(db, row["name"], trackers, samples)
+    chosen = [each for each in run_reports.list_reports(db, row["name"]) if not trackers or each.tracker in trackers]
+    if trackers and row["status"] == "running":
+        _leave_to_control(db, row["name"])
+    elif trackers:
+        _write(db, chosen)
+    rows = [each for each in run_reports.list_reports(db, row["name"]) if not trackers or each.tracker in trackers]
+    if as_json:
+        names = ("tracker", "iteration", "url", "samples", "status", "error")
+        show_json([{name: getattr(each, name) for name in names} for each in rows])
+    for each in () if as_json else rows:
+        show(f"{each.tracker}: {each.iteration} iterations{f'; {each.url}' if each.url else ''}")
+    if not rows:
+        say(f"{row['name']} is written to no tracker. Write it: agentrl report {row['name']} --to tensorboard")
+    if failed := [each.error for each in rows if each.error and trackers]:
+        raise ServiceError("\n  ".join(failed))
+
+
+def _leave_to_control(db: Any, run: str) -> None:
+    """Say that the control loop writes the run while it runs."""
+    from agentrl.workers.stack.presence import missing_control_hints
+
+    say(f"{run} is running: the control loop writes its steps. See: agentrl report {run}")
+    for line in missing_control_hints(db):
+        say(line)
+
+
+def _write(db: Any, chosen: list[Any]) -> None:
+    """Write the reports side by side, and wait for them."""
+    from agentrl.workers.stack.embedded import log_file
+    from agentrl.workers.stack.report_processes import ReportProcess
+    from agentrl.workflow.settings import settings
+
+    settings().stack_dir.mkdir(parents=True, exist_ok=True)
+    with log_file(settings(), "reporter").open("ab") as output, ExitStack() as ends:
+        processes = [ReportProcess(each, output.fileno()) for each in chosen]
+        for process in processes:
+            ends.callback(process.kill)
+        for process in processes:
+            process.process.wait()
+            process.reap(db)

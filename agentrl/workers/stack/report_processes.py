@@ -1,0 +1,113 @@
+"""The processes that write runs to trackers: one for each run and tracker, started, watched and ended by one parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from logging import getLogger
+
+from agentrl.workers.stack.process import claim_name
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store import run_reports
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.run_reports import Report
+
+log = getLogger("agentrl.reports")
+FAILED = 70
+"""Exit code of a process that has recorded why its report failed; Python itself ends with 1."""
+MAX_PROCESSES = 8
+"""At once: each takes some 100 MB."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 600.0
+"""Before a report that failed is tried again; doubled each time."""
+STOP_SECONDS = 10.0
+"""In which a process may write what is left when it is asked to stop."""
+
+
+class ReportProcess:
+    """A process that writes a report, in a process group of its own: what its tracker starts is ended with it."""
+
+    def __init__(self, report: Report, output: int | None = None) -> None:
+        """Start it.
+
+        Args:
+            output: file descriptor for its log; None: this process's standard error.
+        """
+        self.report, self.claim = report, claim_name()
+        command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=output, start_new_session=True)
+
+    def reap(self, db: Database) -> bool | None:
+        """Return None while the process runs, else whether it wrote its report; end what it left, and record how it died."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        self.kill()
+        run_reports.release_report(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
+        if code not in (0, FAILED):
+            run_reports.record_failure(db, self.report, _describe_exit(self.report.tracker, code))
+        return code == 0
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _describe_exit(tracker: str, code: int) -> str:
+    again = "The run goes on without it; steps that it lacks are written when it answers."
+    if code == -signal.SIGALRM:
+        return f"{tracker} did not answer within {settings().report_seconds:g} s (AGENTRL_REPORT_SECONDS). {again}"
+    return f"The process that writes to {tracker} ended with exit code {code}. {again}"
+
+
+@dataclass
+class _Pause:
+    """When a report that failed is tried again, and how long it waited for that."""
+
+    until: float
+    seconds: float
+
+
+class ReportProcesses:
+    """Keeps a process alive for each report that is due."""
+
+    def __init__(self) -> None:
+        self._processes: dict[tuple[int, str], ReportProcess] = {}
+        self._pauses: dict[tuple[int, str], _Pause] = {}
+
+    @property
+    def running(self) -> tuple[ReportProcess, ...]:
+        """The processes that have not been reaped."""
+        return tuple(self._processes.values())
+
+    def tend(self, db: Database) -> None:
+        """Reap the processes that have ended, and start those that are missing. Waits for none of them."""
+        for key, process in list(self._processes.items()):
+            if (written := process.reap(db)) is None:
+                continue
+            del self._processes[key]
+            before = self._pauses.pop(key, None)
+            if not written:
+                seconds = min(2 * before.seconds, MAX_PAUSE_SECONDS) if before else FIRST_PAUSE_SECONDS
+                self._pauses[key] = _Pause(time.monotonic() + seconds, seconds)
+        for report in run_reports.list_due_reports(db):
+            key = report.run_id, report.tracker
+            paused = key in self._pauses and time.monotonic() < self._pauses[key].until
+            if key not in self._processes and not paused and len(self._processes) < MAX_PROCESSES:
+                self._processes[key] = ReportProcess(report)
+
+    def stop(self) -> None:
+        """Ask all processes to write what is left, and end those that do not end in time."""
+        for process in self._processes.values():
+            process.process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        self._processes.clear()

@@ -1,0 +1,157 @@
+"""The trackers that runs are written to: what is due, and what was written.
+
+A report is due while its run is at work, and for an hour after its status changed. An older one is written by `agentrl report`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, select, update
+
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.reads.label_rows import tags_of
+from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import storable
+
+DUE_HOURS = 1
+"""A tracker that is away for longer after a run's end gets the rest by `agentrl report`."""
+MAX_EVALS = 1000
+_REPORTS = schema.reports.c
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run in a tracker.
+
+    Args:
+        handle: the tracker's id of the run; empty: it was not opened yet.
+        iteration: the last iteration that was written.
+        status: the status of the run that the tracker was told last; empty: none yet.
+        error: why it could not be written the last time; empty: it could.
+    """
+
+    run_id: int
+    tracker: str
+    handle: str
+    url: str
+    samples: int
+    iteration: int
+    status: str
+    error: str
+
+
+@transaction
+def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
+    """Add trackers to a run, and make those that it has due again; return the run's number.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    number = int(run_row(tx, run, "id")["id"])
+    again = {"samples": samples, "status": "", "error": ""}
+    for tracker in dict.fromkeys(trackers):
+        row = insert(tx, schema.reports).values(run_id=number, tracker=tracker, samples=samples)
+        tx.execute(row.on_conflict_do_update(index_elements=["run_id", "tracker"], set_=again))
+    return number
+
+
+@read_transaction
+def list_due_reports(tx: Connection) -> list[Report]:
+    """The reports to write now, those of the newest runs first."""
+    runs, recently = schema.runs.c, datetime.now(UTC) - timedelta(hours=DUE_HOURS)
+    due = (runs.status == "running") | (
+        (_REPORTS.status != runs.status) & (func.coalesce(runs.finished_at, recently) >= recently)
+    )
+    query = select(schema.reports).join(schema.runs, runs.id == _REPORTS.run_id).where(due)
+    return [_report(row) for row in tx.execute(query.order_by(runs.id.desc(), _REPORTS.tracker)).mappings()]
+
+
+@read_transaction
+def list_reports(tx: Connection, run: str) -> list[Report]:
+    """The reports of a run.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    query = select(schema.reports).where(_REPORTS.run_id == run_row(tx, run, "id")["id"]).order_by(_REPORTS.tracker)
+    return [_report(row) for row in tx.execute(query).mappings()]
+
+
+def _report(row: Mapping[Any, Any]) -> Report:
+    return Report(**{name: row[name] for name in Report.__slots__})
+
+
+@transaction
+def record_opened(tx: Connection, report: Report, handle: str, url: str) -> None:
+    """Keep the tracker's id and page of the run; tell the run of a new page."""
+    _change(tx, report, handle=handle, url=url)
+    if url != report.url:
+        log(tx, report.run_id, "reporting", report.tracker, url)
+
+
+@transaction
+def record_written(tx: Connection, report: Report, iteration: int, status: str | None = None) -> None:
+    """Record the last iteration that the tracker has and, once everything is written, the run's `status`."""
+    _change(tx, report, iteration=iteration, error="", **({} if status is None else {"status": status}))
+
+
+@transaction
+def record_failure(tx: Connection, report: Report, error: str) -> None:
+    """Record why a report could not be written; the run's events say so once for each cause."""
+    before = tx.execute(select(_REPORTS.error).where(*_is(report)).with_for_update()).scalar_one_or_none()
+    if before is not None and before != error:
+        _change(tx, report, error=error)
+        log(tx, report.run_id, "report_failed", report.tracker, error)
+
+
+def _is(report: Report) -> tuple[Any, ...]:
+    return _REPORTS.run_id == report.run_id, _REPORTS.tracker == report.tracker
+
+
+def _change(tx: Connection, report: Report, **values: Any) -> None:
+    values = {name: storable(value) if isinstance(value, str) else value for name, value in values.items()}
+    tx.execute(update(schema.reports).where(*_is(report)).values(values))
+
+
+@transaction
+def release_report(tx: Connection, lease: str, holder: str) -> None:
+    """End the lease of a process that wrote a report and has ended."""
+    leases = schema.service_leases.c
+    tx.execute(delete(schema.service_leases).where(leases.name == lease, leases.holder == holder))
+
+
+def lease_name(run_id: int, tracker: str) -> str:
+    """The name of the lease (`control_reads.take_service_lease`) of the one process that writes a report."""
+    return f"report {run_id} {tracker}"[:64]
+
+
+@sql_read_transaction
+def load_tracked_run(tx: Any, run_id: int) -> Row:
+    """The run's `name`, `config` and `tags`, by its number."""
+    (row,) = select_rows(tx, "SELECT name, config, base FROM runs WHERE id = :id", ("config",), id=run_id)
+    return {**row, "tags": tags_of(tx, [run_id]).get(run_id, [])}
+
+
+@sql_read_transaction
+def load_run_status(tx: Any, run_id: int) -> str:
+    """The run's status, by its number."""
+    return str(select_rows(tx, "SELECT status FROM runs WHERE id = :id", id=run_id)[0]["status"])
+
+
+@sql_read_transaction
+def load_own_evals(tx: Any, run_id: int, after: int) -> list[Row]:
+    """The run's evaluations of its own policies with a version above `after`, in order, with `status` and results.
+
+    The results are NULL while an evaluation is not done.
+    """
+    query = """
+        SELECT m.measures_version AS version, m.status, m.finished_at, v.mean_reward, v.low, v.high, v.accuracy, v.pass_at,
+               v.episodes, v.errors
+        FROM runs m LEFT JOIN evals v ON v.run_id = m.id
+        WHERE m.measures_id = :id AND m.measures_version > :after ORDER BY m.measures_version LIMIT :limit"""
+    return select_rows(tx, query, id=run_id, after=after, limit=MAX_EVALS)
