@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
@@ -109,6 +109,18 @@ demo: env
 # The pictures of docs/page.md: the demo in a real Chromium, photographed by its test.
 pictures: env
 	$(PYTEST) -m slow tests/page/test_browser.py -k pictures && cp build/page/page-*.png docs/
+
+# The four trackers for real, in an environment of their own: a run written by processes that are killed, read back, and the cost
+# of a live run: five minutes, into build/trackers.json. `make trackers only=wandb`.
+trackers: build/trackers/.stamp
+	build/trackers/bin/python -m bench.trackers $(only)
+
+build/trackers/.stamp: .venv/.stamp
+	@$(PYTHON) -m venv build/trackers
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$purelib" >"$$(build/trackers/bin/python -c "$$purelib")/base.pth" # what .venv has is not installed again
+	$(call pip,build/trackers,-e '.[tensorboard,wandb,mlflow,trackio]')
+	@touch $@
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
 bench: .venv/.bench

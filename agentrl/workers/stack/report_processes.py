@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
+from pathlib import Path
 
 from agentrl.workers.stack.process import claim_name
 from agentrl.workflow.settings import settings
@@ -18,6 +19,8 @@ from agentrl.workflow.store.run_reports import Report
 log = getLogger("agentrl.reports")
 FAILED = 70
 """Exit code of a process that has recorded why its report failed; Python itself ends with 1."""
+CLAIM = "AGENTRL_REPORT_CLAIM"
+"""Environment variable by which the processes that a tracker started are found."""
 MAX_PROCESSES = 8
 """At once: each takes some 100 MB."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 600.0
@@ -27,7 +30,10 @@ STOP_SECONDS = 10.0
 
 
 class ReportProcess:
-    """A process that writes a report, in a process group of its own: what its tracker starts is ended with it."""
+    """A process that writes a report. What its tracker starts is ended with it, also in sessions of their own.
+
+    A service that outlives it might send its last steps after the next process has asked what the tracker has.
+    """
 
     def __init__(self, report: Report, output: int | None = None) -> None:
         """Start it.
@@ -37,8 +43,10 @@ class ReportProcess:
         """
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=output, start_new_session=True)
+        quiet, environment = subprocess.DEVNULL, {**os.environ, CLAIM: self.claim}
+        self.process = subprocess.Popen(
+            command, stdin=quiet, stdout=quiet, stderr=output, env=environment, start_new_session=True
+        )
 
     def reap(self, db: Database) -> bool | None:
         """Return None while the process runs, else whether it wrote its report; end what it left, and record how it died."""
@@ -53,9 +61,14 @@ class ReportProcess:
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        mark = f"{CLAIM}={self.claim}".encode()
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # another user's, or gone
+                if mark in file.read_bytes().split(b"\0"):
+                    os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def _describe_exit(tracker: str, code: int) -> str:

@@ -20,20 +20,21 @@ class _Session:
         from mlflow import MlflowClient
 
         run.folder.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or f"sqlite:///{run.folder / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
-        self.handle = handle or self._create_run(run)
+        self.handle = handle or self._create_run(run, None if server else str(run.folder / "mlflow"))
         info = self._client.get_run(self.handle).info
         self._client.update_run(self.handle, status="RUNNING")
         page = f"{uri}/#/experiments/{info.experiment_id}/runs/{self.handle}"
         self.url = page if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
-    def _create_run(self, run: TrackedRun) -> str:
+    def _create_run(self, run: TrackedRun, files: str | None) -> str:
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name, files)
         tags = {**dict.fromkeys(run.tags, "true"), "mlflow.note.content": f"[{run.name}]({run.page})"}
         handle: str = self._client.create_run(number, tags=tags, run_name=run.name).info.run_id
         params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in run.config.items()]

@@ -35,8 +35,8 @@ class _Session:
         self.url = self._run.url or f"wandb sync {folder}/offline-run-*-{self.handle}"
         self._run.define_metric(ITERATION)
         self._run.define_metric(EVALUATION)
-        self._run.define_metric("*", step_metric=ITERATION)
-        self._run.define_metric("eval/*", step_metric=EVALUATION)
+        self._run.define_metric("*", step_metric=ITERATION, step_sync=False)
+        self._run.define_metric("eval/*", step_metric=EVALUATION, step_sync=False)
         self._known = dict(self._run.summary) if self._run.url else _read_offline(folder, self.handle)
 
     def last_numbers(self) -> Mapping[str, int]:
