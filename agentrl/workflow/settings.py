@@ -7,6 +7,7 @@ variables point anywhere else.
 
 import hashlib
 import os
+import shlex
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -108,12 +109,32 @@ class Settings(BaseSettings):
     sandbox_image: str = Field(default="", description="What the docker sandbox makes containers of: an image with a python3.")
 
     ready_file: Path | None = Field(default=None, description="File that a worker keeps while it serves, for health checks.")
+    metrics_port: int = Field(
+        default=0, ge=0, le=65_000, description="Port of /metrics of the control loop; 0: off. Other roles: the next ports."
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="The address that /metrics listens at.")
+    log: Literal["text", "json"] = Field(default="text", description="The form of the workers' logs: text, or json.")
+    notify_url: str = Field(default="", description="http:// URL that gets a POST when a run ends or waits.")
+    notify_command: str = Field(default="", description="Command that is run when a run ends or waits, JSON on its input.")
     image: bool = Field(default=False, description="Set in the image of the compose stack: hints say what to change there.")
 
     @field_validator("home", mode="before")
     @classmethod
     def _home(cls, value: object) -> object:
         return value or ".agentrl"  # set but empty means not set
+
+    @field_validator("notify_url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("write http://HOST/PATH or https://HOST/PATH")
+        return url
+
+    @field_validator("notify_command")
+    @classmethod
+    def _is_command(cls, command: str) -> str:
+        shlex.split(command)  # raises ValueError for a quotation without an end
+        return command
 
     @property
     def root(self) -> Path:

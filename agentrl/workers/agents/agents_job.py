@@ -26,6 +26,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, Servi
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_attempts
 from agentrl.workflow.store.agent_attempts import AgentEnd, AgentWork
@@ -49,7 +50,8 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
     if work is None:
         return
     faultpoint("agent.claimed")
-    end = _run_claimed(work, claim, LLM(f"{url}/v1", key, work.run), emit_key)
+    with log_fields(run=work.run, episode=episode, attempt=attempt):
+        end = _run_claimed(work, claim, LLM(f"{url}/v1", key, work.run), emit_key)
     faultpoint("agent.over")
     if end is None:
         give_up = partial(agent_attempts.give_up_agent, database(), work.id, claim, "its agents worker was stopped")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
+from agentrl.workers.stack.metrics import Metric, add_collector
 from agentrl.workflow import engines
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend, Engine
@@ -53,6 +54,11 @@ class LoadedModel:
         """Frees the memory that a started engine keeps for later episodes."""
         if self._engine is not None:
             self._engine.release()
+
+    def count_turns(self) -> dict[str, int]:
+        """The counts of an engine that has some (`RollingEngine.counts`); empty for any other."""
+        counts = getattr(self._engine, "counts", None)
+        return counts() if counts is not None else {}
 
     def close(self) -> None:
         """Ends the engine if it was started."""
@@ -95,6 +101,16 @@ class Models:
             if self._loaded is not None:
                 self._loaded.close()
             self._loaded, self._key = None, ""
+
+    def collect(self) -> Iterator[Metric]:
+        """The sampler's slots, for `/metrics`."""
+        loaded = self._loaded
+        counts = loaded.count_turns() if loaded is not None else {}
+        yield Metric(
+            "sampler_turns",
+            "Turns that are sampled now, that wait for a slot, and how many may be live.",
+            [({"of": name}, count) for name, count in counts.items()],
+        )
 
     def _enter(self, key: str, experiment: Experiment, base: str) -> LoadedModel:
         self._tickets += 1
@@ -148,3 +164,4 @@ def _folder_stamp(folder: Path) -> str:
 
 models = Models()
 """The models of this process."""
+add_collector(models.collect)

@@ -35,6 +35,7 @@ from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, DeviceLost, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import repair, train_commits, waiting_runs
 from agentrl.workflow.store import rollout_claims as store
@@ -56,7 +57,8 @@ def rollout(groups: list[int]) -> int:
     groups = [row_id(group) for group in groups]
     batches = _group_by_run(_claim_groups(groups))
     for batch in batches:
-        _roll_out_groups(batch)
+        with log_fields(run=batch[0].run, iteration=batch[0].iteration + 1, attempt=batch[0].fence.attempt):
+            _roll_out_groups(batch)
     faultpoint("rollout.end")
     if not store.are_all_closed(database(), groups):
         raise Ignore()

@@ -37,6 +37,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.runtime.patience import Patience
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import tool_calls
@@ -64,8 +65,10 @@ def call(call_id: int, reply_to: str) -> None:
     """Runs the call unless it already has an answer."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
-        if work is not None and not _answer_call(work, reply_to):
-            return
+        if work is not None:
+            with log_fields(run_id=work.run, episode=work.episode, attempt=work.attempt):
+                if not _answer_call(work, reply_to):
+                    return
     except Unready as error:
         with suppress(ConfigError):  # a malformed address must not hide the call's own failure
             _wake_waiter(reply_to, call_id, " ".join(str(error).split()))

@@ -7,6 +7,7 @@ exactly the published checkpoint; otherwise the trainer loads that first.
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, partial
 from logging import getLogger
@@ -25,6 +26,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.stats.group_variance import choose_groups
@@ -49,6 +51,12 @@ def train(iteration: int) -> None:
     if isinstance(work, MoreGroupsPlanned):
         _dispatch_more_groups(work)
         return
+    with log_fields(run=work.run, iteration=work.iteration, attempt=work.token):
+        _train_claimed(work)
+
+
+def _train_claimed(work: IterationWork) -> None:
+    """Trains on a claimed iteration; every failure ends at its own boundary."""
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
@@ -111,7 +119,9 @@ def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpd
     if work.kind != "train":
         return _finish_without_update(work)
     update = _rebuild_checkpoint if work.rebuilds else _train_iteration
-    return _update_thread().submit(update, work, Experiment.load(work.config), fenced).result()
+    run = partial(update, work, Experiment.load(work.config), fenced)
+    context = copy_context()  # with the fields of log records
+    return _update_thread().submit(lambda: context.run(run)).result()
 
 
 def _finish_without_update(work: IterationWork) -> PublishedUpdate:

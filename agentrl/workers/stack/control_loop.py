@@ -7,6 +7,7 @@ lost workers, a lost Redis and a lost control loop in the same way.
 from logging import getLogger
 
 from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
+from agentrl.workers.stack.notify import Notifier
 from agentrl.workers.stack.process import database, stopping, worker_name
 from agentrl.workers.stack.readiness import readiness
 from agentrl.workers.stack.report_processes import ReportProcesses
@@ -21,12 +22,13 @@ log = getLogger("agentrl.control")
 
 def run() -> None:
     """Ticks until the process is told to stop."""
-    processes = ReportProcesses()
+    processes, notifier = ReportProcesses(), Notifier(settings())
     try:
         while not stopping.is_set():
             try:
                 if tick() is not None:
                     processes.tend(database())
+                    notifier.tend(database())
                 readiness().confirm()
             except ServiceError as error:
                 readiness().lose(error.message)

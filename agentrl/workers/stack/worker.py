@@ -20,6 +20,7 @@ from agentrl import __version__
 from agentrl.workers.stack.readiness import follow_celery, readiness
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.gc_pause import pause_gc
+from agentrl.workflow.runtime.log_fields import JsonFormatter
 from agentrl.workflow.settings import Settings, settings
 
 if TYPE_CHECKING:
@@ -82,12 +83,21 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
         threading.Thread(
             target=_end_with_supervisor, args=[int(os.environ[SUPERVISOR]), roles], name="supervised", daemon=True
         ).start()
+    _serve_metrics(where, roles)
     if roles == ["control"]:
         _run_control()
     elif roles == ["endpoint"]:
         import_module(MODULES["endpoint"]).run(**listening)
     else:
         _run_queues(roles, concurrency or sum(CONCURRENCY.get(role, settings().agents) for role in roles))
+
+
+def _serve_metrics(where: Settings, roles: list[str]) -> None:
+    if where.metrics_port:
+        from agentrl.workers.stack.metrics import serve_metrics
+        from agentrl.workers.stack.process import database
+
+        serve_metrics(where, roles, database)
 
 
 def _describe_servers(where: Settings) -> str:
@@ -108,8 +118,11 @@ def _let_segments_grow() -> None:
 
 
 def set_up_logging() -> None:
-    """Logs our own messages from INFO on, and other libraries' warnings."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr)
+    """Log our own messages from INFO on, and other libraries' warnings, as AGENTRL_LOG says."""
+    handler = logging.StreamHandler(sys.stderr)
+    as_text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter() if settings().log == "json" else as_text)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("agentrl").setLevel(logging.INFO)
     logging.getLogger("celery.app.trace").setLevel(logging.ERROR)  # without warnings of messages that go to another worker
 
@@ -206,6 +219,7 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
     from agentrl.workers.stack.process import stopping
 
     setup_worker_optimizations(app)
+    _serve_metrics(settings(), ["control"])
     _let_segments_grow()
     with pause_gc():
         for role in WITHOUT_AGENTS:

@@ -88,6 +88,10 @@ class RollingEngine:
                 self._enqueue(turn)
         return turn.future
 
+    def counts(self) -> dict[str, int]:
+        """The turns that are `live` and `waiting`, and the `limit` of live ones."""
+        return {"live": len(self._batch.turns), "waiting": len(self._waiting), "limit": self._slots.limit}
+
     def release(self, session: int | None = None) -> None:
         """Frees the memory kept for a session's next turn; without one, for all sessions, and before it returns.
 

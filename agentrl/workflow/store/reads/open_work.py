@@ -33,7 +33,7 @@ class OpenWork:
 
 _OPEN = "runs r JOIN iterations i ON i.run_id = r.id AND i.status IN ('planned', 'running')"
 _OPEN_GROUPS = f"{_OPEN} JOIN groups g ON g.iteration_id = i.id AND g.status IN ('planned', 'running')"
-_QUERY = f"""
+OPEN_WORK = f"""
     SELECT 'rollout' AS queue, g.id, r.name AS run, i.number + 1 AS iteration, g.status, g.worker, g.lease_until, g.sends,
            g.losses, g.started_at
     FROM {_OPEN_GROUPS} WHERE r.status = 'running'
@@ -43,11 +43,11 @@ _QUERY = f"""
     UNION ALL
     SELECT 'tools', c.id, r.name, i.number + 1, c.status, c.worker, c.lease_until, c.sends, 0, c.started_at
     FROM {_OPEN_GROUPS} JOIN episodes e ON e.group_id = g.id JOIN tool_calls c ON c.episode_id = e.id AND c.attempt >= e.attempt
-    WHERE r.status = 'running' AND c.result IS NULL
-    ORDER BY 3, 4, 1, 2 LIMIT :limit"""
+    WHERE r.status = 'running' AND c.result IS NULL"""
+"""SQL of all open work, a row for each group, update and call."""
 
 
 @sql_read_transaction
 def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
     """The work that is held or waits now, run by run."""
-    return [OpenWork(**row) for row in select_rows(tx, _QUERY, limit=limit)]
+    return [OpenWork(**row) for row in select_rows(tx, f"{OPEN_WORK} ORDER BY 3, 4, 1, 2 LIMIT :limit", limit=limit)]

@@ -1,0 +1,180 @@
+"""`/metrics` of a process, in Prometheus' text format: what it is doing, and for the control loop the state of all work.
+
+Off unless AGENTRL_METRICS_PORT is set; at 127.0.0.1 unless AGENTRL_METRICS_HOST says otherwise. Nothing in it names a task or
+quotes an episode. Each process of a machine has a port of its own: see `port_of`.
+"""
+
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from logging import getLogger
+
+from agentrl.workflow.errors import AgentRLError
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import work_counts
+
+log = getLogger("agentrl.metrics")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
+"""The control loop listens at AGENTRL_METRICS_PORT, each other role at the next port in this order."""
+REQUEST_SECONDS = 5.0
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric with a value for each set of labels. A name that ends in `_total` is a counter, any other a gauge."""
+
+    name: str
+    help: str
+    values: Sequence[tuple[Mapping[str, str], float]]
+
+
+Collect = Callable[[], Iterable[Metric]]
+_collectors: list[Collect] = []
+"""What modules of this process add, such as the sampler's slots."""
+
+
+def add_collector(collect: Collect) -> None:
+    """Let `/metrics` of this process show what `collect` returns; it is called for each request, from any thread."""
+    _collectors.append(collect)
+
+
+def render(metrics: Iterable[Metric]) -> str:
+    """The metrics as text, in version 0.0.4 of Prometheus' format."""
+    lines = []
+    for metric in metrics:
+        lines.append(f"# HELP agentrl_{metric.name} {metric.help}")
+        lines.append(f"# TYPE agentrl_{metric.name} {'counter' if metric.name.endswith('_total') else 'gauge'}")
+        lines += [f"agentrl_{metric.name}{_labels(labels)} {float(value)!r}" for labels, value in metric.values]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = {name: value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for name, value in labels.items()}
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if labels else ""
+
+
+def collect_process() -> Iterable[Metric]:
+    """This process and its machine."""
+    usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = [
+        ({"of": "process"}, usage.ru_utime + usage.ru_stime),
+        ({"of": "children"}, children.ru_utime + children.ru_stime),
+    ]
+    yield Metric("cpu_seconds_total", "Processor time of this process, and of its children that have ended.", seconds)
+    yield Metric("peak_memory_bytes", "The most memory that this process held.", [({}, usage.ru_maxrss * 1024)])
+    yield Metric("threads", "Threads of this process.", [({}, threading.active_count())])
+    yield Metric("machine_load", "Average number of runnable processes of the machine in a minute.", [({}, os.getloadavg()[0])])
+    yield Metric("machine_processors", "Processors of the machine.", [({}, os.cpu_count() or 1)])
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        yield Metric(
+            "gpu_peak_memory_bytes", "The most GPU memory that this process held.", [({}, torch.cuda.max_memory_reserved())]
+        )
+
+
+def collect_work(db: Database) -> Iterable[Metric]:
+    """The state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
+    found = work_counts.count_work(db)
+    queues = [({"queue": row["queue"], "state": state}, row[state]) for row in found.queues for state in ("held", "waiting")]
+    yield Metric("work", "Groups, updates and calls that wait for a worker, or that one holds by a lease.", queues)
+    resent = [({"queue": row["queue"]}, row["resent"]) for row in found.queues]
+    yield Metric("work_resent", "Messages that were sent again for open work.", resent)
+    yield Metric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in found.runs])
+    events = [({"kind": row["kind"]}, row["n"]) for row in found.events]
+    yield Metric("failures_total", "Workers that were lost; updates, groups and reports that failed.", events)
+    for name, text, columns in _RUN_METRICS:
+        labelled = [
+            ({"run": row["run"], **({"of": of} if of else {})}, row[column]) for row in found.running for of, column in columns
+        ]
+        yield Metric(name, text, [(labels, value) for labels, value in labelled if value is not None])
+    sandbox = [({"run": row["run"], "sandbox": row["sandbox"], "end": row["exit_status"]}, row["n"]) for row in found.sandbox]
+    yield Metric("sandbox_calls_total", "Programs that ran in the sandbox, by how they ended.", sandbox)
+
+
+_RUN_METRICS = (
+    ("iterations_done_total", "Iterations of a running run that are done.", (("", "iterations"),)),
+    ("tokens_total", "Tokens of a running run's episodes.", (("prompt", "prompt_tokens"), ("sampled", "sampled_tokens"))),
+    (
+        "seconds_total",
+        "Seconds of a running run: its episodes' sampling and tools, its updates.",
+        (("generate", "generate_seconds"), ("tools", "tool_seconds"), ("update", "update_seconds")),
+    ),
+    ("reward", "Mean reward of the last iteration that is done.", (("", "reward"),)),
+)
+
+
+def port_of(where: Settings, roles: Sequence[str]) -> int:
+    """The port of a process with these roles; 0: none."""
+    return where.metrics_port and where.metrics_port + min(PORT_ORDER.index(role) for role in roles)
+
+
+def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
+    """Answer `/metrics` in threads of this process if a port is set. A port that is taken costs a line in the log only.
+
+    Args:
+        db: returns the database; called for the control loop, which tells the state of all work.
+    """
+    port = port_of(where, roles)
+    if not port:
+        return None
+    collectors = [collect_process, *((lambda: collect_work(db()),) if "control" in roles else ())]
+
+    class Handler(_Handler):
+        """A handler for this process."""
+
+        def collect(self) -> str:
+            return render(metric for collect in (*collectors, *_collectors) for metric in collect())
+
+    try:
+        server = ThreadingHTTPServer((where.metrics_host, port), Handler)
+    except OSError as error:
+        log.warning(
+            "no /metrics at %s:%d: %s. Set AGENTRL_METRICS_PORT to another port.", where.metrics_host, port, error.strerror
+        )
+        return None
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    log.info("/metrics is at http://%s:%d/metrics", where.metrics_host, port)
+    return server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request; a client that says nothing is cut."""
+
+    timeout = REQUEST_SECONDS
+    _collecting = threading.Lock()
+
+    def collect(self) -> str:
+        """The text of the answer."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        """Answer a request of a path."""
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(404, "There is only /metrics.\n")
+            return
+        try:
+            with self._collecting:  # one at a time, so that no client makes many queries at once
+                text = self.collect()
+        except AgentRLError as error:
+            self._answer(503, f"{error}\n")
+        else:
+            self._answer(200, text)
+
+    def _answer(self, status: int, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", CONTENT_TYPE if status == 200 else "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no request."""

@@ -1,0 +1,79 @@
+"""Notifications: a request to AGENTRL_NOTIFY_URL, or AGENTRL_NOTIFY_COMMAND, when a run ends and when it waits.
+
+Both come from the machine's settings alone: a run's config cannot name them. The control loop sends them from the runs' events,
+in a thread, so that a server that hangs delays nothing. The last event that was sent is in the database: each is sent at least
+once, also if the control loop was away meanwhile, and given up after some attempts.
+"""
+
+import json
+import shlex
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Mapping
+from logging import getLogger
+from typing import Any
+
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store import run_events
+from agentrl.workflow.store.connect import Database
+
+log = getLogger("agentrl.notify")
+MAX_ATTEMPTS = 3
+URL_SECONDS, COMMAND_SECONDS = 10.0, 60.0
+
+
+class Notifier:
+    """Sends what is new, one event after the other."""
+
+    def __init__(self, where: Settings) -> None:
+        self._url, self._command = where.notify_url, shlex.split(where.notify_command)
+        self._thread: threading.Thread | None = None
+        self._attempts = 0
+
+    def tend(self, db: Database) -> None:
+        """Start a thread that sends what is new, unless one is still at it, or nobody is to be notified."""
+        if not (self._url or self._command) or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._send_new, args=[db], name="notify", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until what was started is sent."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _send_new(self, db: Database) -> None:
+        try:
+            for event in run_events.list_unsent_events(db):
+                if not self._send(event):
+                    return
+                self._attempts = 0
+                run_events.mark_sent(db, event["id"])
+        except Exception as error:  # noqa: BLE001 - the next tick tries again
+            log.warning("events could not be read: %s", error)
+
+    def _send(self, event: Mapping[str, Any]) -> bool:
+        """Send one event; return whether it is done with: sent, or tried often enough."""
+        body = json.dumps({name: event[name] for name in ("event", "run", "kind", "status", "detail", "at")}).encode()
+        try:
+            if self._url:
+                _post(self._url, body)
+            if self._command:
+                subprocess.run(self._command, input=body, timeout=COMMAND_SECONDS, check=True, stdout=subprocess.DEVNULL)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._attempts += 1
+            log.warning("the notification of %s failed (attempt %d): %s", event["run"], self._attempts, type(error).__name__)
+            return self._attempts >= MAX_ATTEMPTS
+        return True
+
+
+def _post(url: str, body: bytes) -> None:
+    """Send JSON.
+
+    Raises:
+        OSError: the server does not answer, or answers with an error.
+    """
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "agentrl"}, method="POST")
+    with urllib.request.urlopen(request, timeout=URL_SECONDS):
+        pass

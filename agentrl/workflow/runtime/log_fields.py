@@ -1,0 +1,38 @@
+"""Fields of log records (run, iteration, episode, attempt), and records as JSON, one object a line."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039 - never changed in place
+
+
+@contextmanager
+def log_fields(**fields: object) -> Iterator[None]:
+    """Add fields to the records that are logged inside, by this thread and by whoever it gives its context to."""
+    token = _fields.set({**_fields.get(), **fields})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as JSON: `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the object, on one line."""
+        row = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+            **_fields.get(),
+        }
+        if record.exc_info:
+            row["error"] = self.formatException(record.exc_info)
+        return json.dumps(row, default=str)

@@ -1,0 +1,56 @@
+"""Events of runs that somebody outside is to be told: a run that ended, and one that waits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from agentrl.workflow.store.connect import insert, transaction
+from agentrl.workflow.tables import schema
+
+RUN_ENDS = ("done", "failed", "cancelled")
+"""Kinds of events with which a run ends."""
+WAITING = ("waiting", "paused")
+LAST_SENT = "last notified event"
+"""The row of `service_leases` whose holder is the number of the last event that was sent."""
+MAX_EVENTS = 100
+
+
+@transaction
+def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
+    """The events that were not sent yet, oldest first.
+
+    Each has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call
+    returns none: what happened before is history. Evaluations that a run makes of itself are left out.
+    """
+    events, runs, leases = schema.events.c, schema.runs.c, schema.service_leases.c
+    newest = tx.execute(select(func.coalesce(func.max(events.id), 0))).scalar_one()
+    made = insert(tx, schema.service_leases).values(name=LAST_SENT, holder=str(newest), lease_until=0)
+    tx.execute(made.on_conflict_do_nothing(index_elements=["name"]))
+    last = int(tx.execute(select(leases.holder).where(leases.name == LAST_SENT)).scalar_one())
+    query = (
+        select(events.id, runs.name, runs.kind, events.kind.label("status"), events.detail, events.created_at)
+        .join(schema.runs, runs.id == events.run_id)
+        .where(events.id > last, events.kind.in_((*RUN_ENDS, *WAITING)), runs.measures_id.is_(None))
+        .order_by(events.id)
+        .limit(MAX_EVENTS)
+    )
+    return [
+        {
+            "id": row.id,
+            "event": "run_end" if row.status in RUN_ENDS else "waiting",
+            "run": row.name,
+            "kind": row.kind,
+            "status": row.status,
+            "detail": row.detail,
+            "at": row.created_at.isoformat(),
+        }
+        for row in tx.execute(query)
+    ]
+
+
+@transaction
+def mark_sent(tx: Connection, event: int) -> None:
+    """Record that all events up to this one were sent."""
+    values = {"holder": str(event)}
+    tx.execute(schema.service_leases.update().where(schema.service_leases.c.name == LAST_SENT).values(values))
