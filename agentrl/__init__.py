@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
     from agentrl.api.curve import Curve
     from agentrl.api.episode import Episodes, StoredEpisode
-    from agentrl.api.given_model import GRPO, PPO
+    from agentrl.api.in_memory_model import GRPO, PPO
     from agentrl.api.lists import Rows, Table
-    from agentrl.api.place import InMemoryStore
     from agentrl.api.run import Run, StoredPolicy
     from agentrl.api.run_trainer import Trainer
     from agentrl.api.store import Store
     from agentrl.api.store import open_store as open
+    from agentrl.api.store_location import InMemoryStore
     from agentrl.workflow.adapters import Adapter, Turn
     from agentrl.workflow.agents import LLM, AgentTask, Answer
     from agentrl.workflow.agents.classes import Agent
@@ -89,9 +89,9 @@ _MODULES = {
     "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
-    "agentrl.api.given_model": ("GRPO", "PPO"),
+    "agentrl.api.in_memory_model": ("GRPO", "PPO"),
     "agentrl.api.lists": ("Rows", "Table"),
-    "agentrl.api.place": ("InMemoryStore",),
+    "agentrl.api.store_location": ("InMemoryStore",),
     "agentrl.api.run": ("Run", "StoredPolicy"),
     "agentrl.api.store": ("Store", "open"),
     "agentrl.api.run_trainer": ("Trainer",),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.api.place import COMMAND, Place
+from agentrl.api.store_location import COMMAND, Place
 from agentrl.workflow.errors import AgentRLError
 
 SAID = "agentrl: "

@@ -42,7 +42,7 @@ from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.shown_text import cell, clean
 from agentrl.workflow.store import endpoint_reads, train_commits
 from agentrl.workflow.store.connect import Database

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.api.captured import MAIN, Captured, Importable, guarded_script
-from agentrl.api.written import write_once
+from agentrl.api.atomic_file import write_once
+from agentrl.api.notebook_source import MAIN, Captured, Importable, guarded_script
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
 from agentrl.workflow.settings import Settings

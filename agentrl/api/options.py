@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import elsewhere
-from agentrl.api.given_rows import plain
+from agentrl.api.dataset_input import plain
 from agentrl.workflow.config import KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.resolve import FLAGS, OTHER_NAMES, read_yaml

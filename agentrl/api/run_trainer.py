@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from agentrl.api import command_process, given_rows, importable
-from agentrl.api.given_model import GRPO
+from agentrl.api import command_process, dataset_input, importable
+from agentrl.api.in_memory_model import GRPO
 from agentrl.api.options import keys_of, keys_of_file
-from agentrl.api.place import InMemoryStore, Place
 from agentrl.api.run import Run
 from agentrl.api.store import Store
+from agentrl.api.store_location import InMemoryStore, Place
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig
@@ -23,7 +23,7 @@ from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
 
 if TYPE_CHECKING:
-    from agentrl.api.live import Live
+    from agentrl.api.progress_display import Live
     from agentrl.workflow.trajectory import Episode
 
 Strategy = Literal["threads", "processes", "cluster"]
@@ -225,7 +225,7 @@ class Trainer:
         for section, what, given in (("dataset", "train", train), ("eval", "val", val)):
             if given is None:
                 continue
-            named = given_rows.name_of(given, what, self._place.settings)
+            named = dataset_input.name_of(given, what, self._place.settings)
             keys["dataset.name" if section == "dataset" else "eval.dataset"] = named or self._path(given, f"{what}_dataset")
             if section == "eval":
                 keys |= {"eval.every": self._keys.get("eval.every", EVAL_EVERY)}
@@ -257,7 +257,7 @@ class Trainer:
         return name
 
     def _follow(self, run: Run) -> Run:
-        from agentrl.api.live import Live
+        from agentrl.api.progress_display import Live
 
         try:
             with Live(run) as live:
@@ -346,7 +346,9 @@ def _made(env: Any) -> Any:
 
 def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
     """Whether the tasks are rows that were passed, none of which says what is right."""
-    return not isinstance(train, str | Path) and train is not None and not given_rows.has_references(Path(keys["dataset.name"]))
+    return (
+        not isinstance(train, str | Path) and train is not None and not dataset_input.has_references(Path(keys["dataset.name"]))
+    )
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:

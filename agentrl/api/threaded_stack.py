@@ -19,9 +19,9 @@ from typing import Any
 
 from celery.worker import state
 
-from agentrl.api.place import Place
+from agentrl.api.store_location import Place
 from agentrl.workers.jobs.model_slot import models
-from agentrl.workers.requests import submission
+from agentrl.workers.requests import submit
 from agentrl.workers.serving.endpoint import make_server, publish, serve
 from agentrl.workers.serving.endpoint_app import Endpoint, Limits
 from agentrl.workers.serving.places import Places
@@ -35,7 +35,7 @@ from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.lookup import check_base
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads, endpoint_reads, planning
+from agentrl.workflow.store import control_reads, endpoint_reads, leases, planning
 
 IN_MEMORY = {"AGENTRL_BROKER_URL": "", "AGENTRL_REDIS_SERVER": "none"}
 READY_SECONDS = 60.0
@@ -78,10 +78,10 @@ def submit_here(file: Path) -> str:
         raise ConfigError("Stored episodes are trained on by processes.", 'Pass strategy="processes".')
     _refuse_overlap(asked)
     db = process.database()
-    prepared = submission.prepare(db, asked)
+    prepared = submit.prepare(db, asked)
     for remark in prepared.remarks:
         print(remark, file=sys.stderr)
-    return submission.submit(db, prepared).name
+    return submit.submit(db, prepared).name
 
 
 def resume_here(name: str) -> None:
@@ -132,7 +132,7 @@ def _control() -> Iterator[None]:
     """
     seconds = 3 * settings().tick_seconds + 2
     deadline = time.monotonic() + seconds + 1
-    while not control_reads.take_service_lease(process.database(), "control", process.worker_name(), seconds):
+    while not leases.take_service_lease(process.database(), "control", process.worker_name(), seconds):
         if time.monotonic() > deadline:
             raise StateError("Workers of another process are at work on this store.", ELSEWHERE)
         time.sleep(0.2)
@@ -140,7 +140,7 @@ def _control() -> Iterator[None]:
         yield
     finally:
         with suppress(ServiceError):
-            control_reads.take_service_lease(process.database(), "control", process.worker_name(), 0.0)
+            leases.take_service_lease(process.database(), "control", process.worker_name(), 0.0)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def _endpoint() -> Iterator[None]:
         finally:
             publishing.cancel()
 
-    control_reads.publish_service(db, endpoint_reads.ENDPOINT, url, where.lease_seconds)
+    leases.publish_service(db, endpoint_reads.ENDPOINT, url, where.lease_seconds)
     thread = _thread("endpoint", lambda: asyncio.run(run()))
     try:
         yield
@@ -212,4 +212,4 @@ def _endpoint() -> Iterator[None]:
         thread.join(STOP_SECONDS)
         listening.close()
         with suppress(ServiceError):
-            control_reads.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)
+            leases.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)

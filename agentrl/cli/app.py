@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from agentrl.cli.commands import Commands, with_hyphens
-from agentrl.cli.output import say
+from agentrl.cli.console import say
 from agentrl.workflow.errors import AgentRLError, ConfigError
 
 app = typer.Typer(

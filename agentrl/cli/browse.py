@@ -5,10 +5,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json, show_lines, show_rows
+from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows
 from agentrl.cli.replay_diff import diff as compared
-from agentrl.cli.run_tree import show_tree
-from agentrl.cli.targets import (
+from agentrl.cli.resolve_targets import (
     LastEpisode,
     NewestRun,
     existing_database,
@@ -18,6 +17,7 @@ from agentrl.cli.targets import (
     pick_run,
     stored_reader,
 )
+from agentrl.cli.run_tree import show_tree
 from agentrl.cli.verify import verify as verified
 from agentrl.cli.watch import trained_on_query
 from agentrl.workflow.analysis.transcript import as_document, transcript_lines

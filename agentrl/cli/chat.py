@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.chat_history import History
+from agentrl.cli.console import console, say, show_lines
 from agentrl.cli.keyboard import Keyboard, replace_invalid
-from agentrl.cli.output import console, say, show_lines
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.analysis.transcript import conversation_lines
 from agentrl.workflow.errors import AgentRLError, ConfigError, did_you_mean

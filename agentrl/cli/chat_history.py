@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from agentrl.cli.output import say
+from agentrl.cli.console import say
 from agentrl.workflow.runtime.shown_text import clean
 
 HEADER = "agentrl chat history 1"

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.cli.console import Json, format_interval, say, show, show_json
 from agentrl.cli.eval_pairs import Pair, find_pair
-from agentrl.cli.output import Json, format_interval, say, show, show_json
-from agentrl.cli.targets import stored_reader
+from agentrl.cli.resolve_targets import stored_reader
 from agentrl.workers.requests.eval_comparison import (
     MEASURES,
     OTHER_REWARDS,

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.output import say
-from agentrl.cli.targets import find_trained_policy, is_stored_policy
+from agentrl.cli.console import say
+from agentrl.cli.resolve_targets import find_trained_policy, is_stored_policy
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.submission import PreparedRun
+    from agentrl.workers.requests.submit import PreparedRun
     from agentrl.workflow.trajectory import PolicyRef
 
 DEQUANTISED_NOTE = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."

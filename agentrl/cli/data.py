@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.console import Json, say, show, show_json
 from agentrl.cli.plot import histogram
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.runtime.shown_text import one_line
@@ -153,7 +153,7 @@ def _rows_config(
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "RunConfig":
     """The config of a run with the model, or the policy's own, on these rows."""
-    from agentrl.cli.targets import find_policy
+    from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
 
     config = find_policy(model)[0] if model else RunConfig()
@@ -167,7 +167,7 @@ def _load(config: "DatasetConfig") -> "LoadedTasks":
 
 
 def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", model: str) -> "PromptReader":
-    from agentrl.cli.targets import find_policy
+    from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.analysis.prompt_reader import PromptReader
     from agentrl.workflow.chat.templates import settle_chat
     from agentrl.workflow.experiment import Experiment
@@ -256,8 +256,8 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", model: str) -> 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
     """Sample the first tasks in an evaluation of the model; return what its groups can teach."""
     from agentrl.cli.evaluate import eval_run_of, run_to_end, with_policy_name
-    from agentrl.cli.targets import existing_database
-    from agentrl.workers.requests.submission import prepare
+    from agentrl.cli.resolve_targets import existing_database
+    from agentrl.workers.requests.submit import prepare
     from agentrl.workers.stack.process import database
     from agentrl.workflow.resolve import parse_weights
     from agentrl.workflow.store.reads import solved_tasks

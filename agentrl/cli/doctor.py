@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from agentrl.cli.output import Json, show_json, show_lines
+from agentrl.cli.console import Json, show_json, show_lines
 from agentrl.cli.probe_process import probe_facts
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.installation import install_command
@@ -163,7 +163,7 @@ def _broker(where: Any) -> Iterator[Check]:
 
 def _workers(coming: str) -> Iterator[Check]:
     """Checks which queues have workers; `coming` is the advice if a running stack starts the missing ones by itself."""
-    from agentrl.cli.targets import existing_database
+    from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workflow.store.endpoint_reads import some_run_has_agent
@@ -203,7 +203,7 @@ def _checkpoints(where: Any) -> Check:
 
 def _engine(where: Any) -> Check:
     from agentrl.workflow.inference.http import Connection
-    from agentrl.workflow.inference.responses import Cards
+    from agentrl.workflow.inference.server_responses import Cards
 
     try:
         with closing(Connection(where)) as connection:

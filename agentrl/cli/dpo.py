@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.console import Json, say
 from agentrl.cli.offline_options import (
     Force,
     Optimizer,
@@ -21,7 +22,6 @@ from agentrl.cli.offline_options import (
     show_made,
     train_with_progress,
 )
-from agentrl.cli.output import Json, say
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
 
@@ -70,10 +70,10 @@ def _train_on_pairs(
     place: OutputPlace,
     as_json: bool,
 ) -> None:
-    from agentrl.workflow.stats import selection
+    from agentrl.workflow.stats import best_episodes
 
     target = place.of(f"{stored.name}-dpo")
-    pairs = selection.select_pairs(stored.candidates, most)
+    pairs = best_episodes.select_pairs(stored.candidates, most)
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(

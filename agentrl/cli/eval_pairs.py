@@ -10,7 +10,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Any, Literal
 
-from agentrl.cli.targets import find_policy, stored_reader
+from agentrl.cli.resolve_targets import find_policy, stored_reader
 from agentrl.workers.requests.eval_comparison import compare_rewards
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, NotFoundError

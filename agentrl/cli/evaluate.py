@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, format_interval, say, show, show_json
+from agentrl.cli.console import Json, format_interval, say, show, show_json
+from agentrl.cli.resolve_targets import Trust, existing_database, find_policy
 from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe, describe_rewards
-from agentrl.cli.targets import Trust, existing_database, find_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.resolve import parse_weights
@@ -20,7 +20,7 @@ from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
-    from agentrl.workers.requests.submission import PreparedRun
+    from agentrl.workers.requests.submit import PreparedRun
     from agentrl.workflow.experiment import Experiment
 
 PolicyName = Annotated[
@@ -118,7 +118,7 @@ def evaluate(
     An episode is right if the part of its reward that decides it has its full value; pass@k is the chance that one of k
     episodes of a task is right, for k up to --group-size. Compare two policies: agentrl compare A B.
     """
-    from agentrl.workers.requests import submission as submission
+    from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
     from agentrl.workflow.store.reads import eval_results, run_rows
@@ -150,7 +150,7 @@ def evaluate(
 
 def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
     """Start an evaluation and follow it to its end; exits with 1 where it does not end as done."""
-    from agentrl.cli.services import start_run
+    from agentrl.cli.ensure_workers import start_run
     from agentrl.cli.watch import follow
     from agentrl.workers.stack.process import database
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.console import Json, show, show_json
 from agentrl.cli.evaluate import (
     PolicyName,
     TemplateFile,
@@ -13,8 +14,7 @@ from agentrl.cli.evaluate import (
     check_model_is_there,
     find_trusted_policy,
 )
-from agentrl.cli.output import Json, show, show_json
-from agentrl.cli.targets import Trust, existing_database
+from agentrl.cli.resolve_targets import Trust, existing_database
 from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from agentrl.cli.output import say, show
+from agentrl.cli.console import say, show
 from agentrl.workflow.errors import NotFoundError, did_you_mean
 from agentrl.workflow.runtime.shown_text import clean
 

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json, show_table
-from agentrl.cli.targets import existing_database, stored_database
+from agentrl.cli.console import Json, say, show, show_json, show_table
+from agentrl.cli.resolve_targets import existing_database, stored_database
 
 
 def gc(

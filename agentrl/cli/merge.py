@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.console import Json, say, show, show_json
 from agentrl.cli.continued_policy import DEQUANTISED_NOTE
-from agentrl.cli.output import Json, say, show, show_json
-from agentrl.cli.targets import find_trained_policy
+from agentrl.cli.resolve_targets import find_trained_policy
 
 
 def merge(

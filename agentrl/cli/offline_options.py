@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import console, format_duration, say, show, show_json
-from agentrl.cli.targets import find_stored_start
+from agentrl.cli.console import console, format_duration, say, show, show_json
+from agentrl.cli.resolve_targets import find_stored_start
 from agentrl.workflow.config import NAME_PATTERN, build
 from agentrl.workflow.errors import ConfigError, Stopped, did_you_mean
 from agentrl.workflow.models.lookup import refuse_existing
@@ -19,7 +19,7 @@ from agentrl.workflow.resolve import read_yaml
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.stored_groups import StoredGroups
-    from agentrl.workflow.stats.selection import Candidate
+    from agentrl.workflow.stats.best_episodes import Candidate
     from agentrl.workflow.store.connect import Database
     from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
     from agentrl.workflow.trajectory import Episode

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from agentrl.cli.output import format_decimals
+from agentrl.cli.console import format_decimals
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, format_interval, say, show, show_json, show_table
-from agentrl.cli.targets import NewestRun, pick_run, stored_reader
+from agentrl.cli.console import Json, format_interval, say, show, show_json, show_table
+from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 

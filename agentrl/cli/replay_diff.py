@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import show_json, show_lines
-from agentrl.cli.targets import stored_database
+from agentrl.cli.console import show_json, show_lines
+from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.verify import full_number, line_style, parting_lines, quote
 from agentrl.workflow.runtime.shown_text import Line, cell
 from agentrl.workflow.trajectory import Episode

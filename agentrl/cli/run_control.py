@@ -9,9 +9,9 @@ from uuid import uuid4
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json
+from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.run_view import iteration_numbers
-from agentrl.cli.targets import stored_database
 from agentrl.cli.watch import RunName, follow_to_end
 from agentrl.workflow.config import MOST
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
@@ -29,14 +29,14 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Set a paused, failed or stranded run going again, or make it longer."""
-    from agentrl.cli.services import ready_workers, with_resume_hint
+    from agentrl.cli.ensure_workers import ready_workers, with_resume_hint
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workers.stack import broker
     from agentrl.workers.stack.control_loop import send_missing
     from agentrl.workflow.datasets import changed_files
     from agentrl.workflow.models.lookup import check_base
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store import control_reads, extending, planning
+    from agentrl.workflow.store import control_reads, extend_run, planning
     from agentrl.workflow.store.iterations import staleness_of
 
     if epochs and iterations:
@@ -44,7 +44,7 @@ def resume(
     longer = bool(epochs or iterations)
     row = control_reads.load_run_to_serve(stored_database(), run)
     if longer:
-        extending.check_extendable(row, row["stored"])
+        extend_run.check_extendable(row, row["stored"])
     else:
         planning.check_resumable(row)
     check_base(row["base"], row["base_hash"])
@@ -59,7 +59,7 @@ def resume(
         options = f" --epochs {epochs}" if epochs else f" --iterations {iterations}" if iterations else ""
         raise with_resume_hint(error, row["name"], options) from error
     if longer:
-        before = extending.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
+        before = extend_run.extend(stored_database(), run, uuid4().hex[:8], epochs, iterations)
     else:
         resumed = _set_going(row)
         if resumed is None:  # the workers that were started for it are through with it

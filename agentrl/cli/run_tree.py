@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import Any
 
-from agentrl.cli.output import say, show_json, show_lines
+from agentrl.cli.console import say, show_json, show_lines
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 MIN_WIDTH, MAX_NAME_CHARS = 60, 32

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.cli.output import format_decimals
+from agentrl.cli.console import format_decimals
 
 OPEN_STATUSES = ("planned", "running")
 

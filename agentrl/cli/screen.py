@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
-from agentrl.cli.output import format_decimals, format_duration, format_interval
+from agentrl.cli.console import format_decimals, format_duration, format_interval
 from agentrl.cli.plot import plot, sparkline
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, iteration_numbers, iteration_seconds
 from agentrl.workflow.runtime.shown_text import cell, clean, format_count

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.cli.console import say, show
 from agentrl.cli.evaluate import (
     MinP,
     PolicyName,
@@ -19,8 +20,7 @@ from agentrl.cli.evaluate import (
     check_model_is_there,
     find_trusted_policy,
 )
-from agentrl.cli.output import say, show
-from agentrl.cli.targets import Trust
+from agentrl.cli.resolve_targets import Trust
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:

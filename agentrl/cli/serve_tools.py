@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.console import Json, say, show, show_json, show_table
 
 if TYPE_CHECKING:
     import socket

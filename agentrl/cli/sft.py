@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from agentrl.cli.console import Json, say
 from agentrl.cli.continued_policy import DEQUANTISED_NOTE, merge_base
 from agentrl.cli.offline_options import (
     Force,
@@ -27,8 +28,7 @@ from agentrl.cli.offline_options import (
     show_made,
     train_with_progress,
 )
-from agentrl.cli.output import Json, say
-from agentrl.cli.targets import Trust, find_trained_policy, is_stored_policy
+from agentrl.cli.resolve_targets import Trust, find_trained_policy, is_stored_policy
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, DatasetError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
@@ -287,10 +287,10 @@ def _train_on_episodes(
     place: OutputPlace,
     as_json: bool,
 ) -> None:
-    from agentrl.workflow.stats import selection
+    from agentrl.workflow.stats import best_episodes
 
     target = place.of(f"{stored.name}-sft")
-    chosen = selection.select_best(stored.candidates, min_reward, best)
+    chosen = best_episodes.select_best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
         raise StateError(

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_csv, show_json, show_table
-from agentrl.cli.targets import stored_database
+from agentrl.cli.console import Json, say, show, show_csv, show_json, show_table
+from agentrl.cli.resolve_targets import stored_database
 
 MAX_ROWS = 10_000
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json, show_table
+from agentrl.cli.console import Json, say, show, show_json, show_table
 from agentrl.cli.submit import Assignments, ConfigFile
 
 db = typer.Typer(help="The database's revision.", no_args_is_help=True, rich_markup_mode=None)
@@ -47,7 +47,7 @@ def up(
 
 def down() -> None:
     """Stop the embedded stack; unfinished runs go on at the next `up`."""
-    from agentrl.cli.targets import existing_database
+    from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import control_reads
@@ -186,7 +186,7 @@ def _config_values(
         return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
-    from agentrl.cli.targets import stored_database
+    from agentrl.cli.resolve_targets import stored_database
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.console import Json, say, show, show_json, show_lines, show_table
 from agentrl.cli.continued_policy import resolve_start, with_origin
-from agentrl.cli.output import Json, say, show, show_json, show_lines, show_table
 from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
-from agentrl.cli.targets import existing_database, find_stored_start
+from agentrl.cli.resolve_targets import existing_database, find_stored_start
 from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
 from agentrl.workflow.resolve import FLAGS, parse_weights
@@ -169,7 +169,7 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Start a training run; prints its name."""
-    from agentrl.cli.services import check_separate
+    from agentrl.cli.ensure_workers import check_separate
     from agentrl.workflow.resolve import resolve
 
     flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
@@ -269,9 +269,9 @@ def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool
     config, start = resolve_start(asked, origins)
     for line in _size_lines(config, start.base if start else ""):
         say(line)
-    from agentrl.workers.requests import submission  # takes longer than all that is said before
+    from agentrl.workers.requests import submit  # takes longer than all that is said before
 
-    prepared = submission.prepare(existing_database(), config, policy=start, check=_timed if dry_run else submission.unreported)
+    prepared = submit.prepare(existing_database(), config, policy=start, check=_timed if dry_run else submit.unreported)
     if start is None:
         return prepared
     return with_origin(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)
@@ -279,7 +279,7 @@ def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
     """Starts the services, writes the run, and follows it if asked to. Only a detached run may wait for later workers."""
-    from agentrl.cli.services import start_run
+    from agentrl.cli.ensure_workers import start_run
     from agentrl.cli.watch import follow_to_end
     from agentrl.workers.stack.process import database
 

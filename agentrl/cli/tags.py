@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.output import Json, say, show, show_json
-from agentrl.cli.targets import stored_database, stored_reader
+from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.resolve_targets import stored_database, stored_reader
 from agentrl.cli.watch import RunName
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import cell
@@ -28,9 +28,9 @@ def tag(
     from agentrl.workflow.store.reads import label_rows, run_rows
 
     if words or remove:
-        from agentrl.workflow.store import labels
+        from agentrl.workflow.store import tags_and_notes
 
-        tags = labels.change_tags(stored_database(), run, words or [], remove or [])
+        tags = tags_and_notes.change_tags(stored_database(), run, words or [], remove or [])
     else:
         tags = label_rows.list_tags(stored_reader(), run)
     if as_json:
@@ -59,12 +59,12 @@ def note(
     if text is not None and remove is not None:
         raise ConfigError("A note is either written or taken away.", "Leave one out.")
     if text is not None or remove is not None:
-        from agentrl.workflow.store import labels
+        from agentrl.workflow.store import tags_and_notes
 
         if remove is not None:
-            labels.remove_note(stored_database(), run, remove)
+            tags_and_notes.remove_note(stored_database(), run, remove)
         else:
-            labels.add_note(stored_database(), run, text or "")
+            tags_and_notes.add_note(stored_database(), run, text or "")
     notes = label_rows.list_notes(stored_reader(), run)
     if as_json:
         show_json(notes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.output import say, show
+from agentrl.cli.console import say, show
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.settings import PAGE_HOST, PAGE_PORT
 

@@ -5,8 +5,8 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.output import say, show_json, show_lines
-from agentrl.cli.targets import stored_database
+from agentrl.cli.console import say, show_json, show_lines
+from agentrl.cli.resolve_targets import stored_database
 from agentrl.workflow.errors import CheckpointError, ConfigError, StateError, did_you_mean
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 from agentrl.workflow.trajectory import Episode, Message, SamplingKey, ToolResult
@@ -94,10 +94,10 @@ def _report_document(found: Any) -> Any:
 
 
 def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
-    from agentrl.workers.jobs.tools_job import run_tool
+    from agentrl.workers.jobs.tool_call import run_tool
     from agentrl.workflow.agent import observe
     from agentrl.workflow.analysis.verify_episode import check_tools
-    from agentrl.workflow.store.rows import message_row, message_value
+    from agentrl.workflow.store.episode_loader import message_row, message_value
     from agentrl.workflow.store.tool_calls import CallWork
     from agentrl.workflow.tools.python import Notebook, keeps_session
     from agentrl.workflow.trajectory import storable

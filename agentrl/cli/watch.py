@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from agentrl.cli.output import (
+from agentrl.cli.console import (
     Json,
     console,
     format_decimals,
@@ -23,9 +23,9 @@ from agentrl.cli.output import (
     show_lines,
 )
 from agentrl.cli.plot import plot
+from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.cli.targets import NewestRun, pick_run, stored_reader
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
@@ -334,18 +334,18 @@ def is_somebody_working(db: Any) -> bool:
     """Whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store import control_reads
+    from agentrl.workflow.store import leases
 
     where = settings()
-    return control_reads.service_holder(db, "control") is not None or (
+    return leases.service_holder(db, "control") is not None or (
         not where.broker_url and embedded.find_supervisor(where) is not None
     )
 
 
 def _wait_line(db: Any, run: Row) -> str:
-    from agentrl.workflow.store import waiting_runs
+    from agentrl.workflow.store import blocked_runs
 
-    waited = waiting_runs.find_wait_reason(db, run["id"])
+    waited = blocked_runs.find_wait_reason(db, run["id"])
     return f"{run['run']} waits: {waited}" if waited else ""
 
 

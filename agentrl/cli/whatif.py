@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentrl.cli.browse import MAX_INTEGER
-from agentrl.cli.output import Json, say, show_json, show_lines
-from agentrl.cli.targets import stored_database
+from agentrl.cli.console import Json, say, show_json, show_lines
+from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.watch import RunName
 from agentrl.workflow.runtime.shown_text import Line
 

@@ -118,7 +118,7 @@ class Experiment:
         self._processes[forked(work, self.folder / f"{'-'.join(roles)}.log")] = roles
 
     def _submit(self) -> None:
-        from agentrl.workers.requests.submission import prepare, submit
+        from agentrl.workers.requests.submit import prepare, submit
         from agentrl.workflow.settings import settings
         from agentrl.workflow.store.migrate import open_database
 

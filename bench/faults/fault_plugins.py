@@ -112,8 +112,8 @@ def impatient(roles: list[str]) -> None:
 
 def submit(model: str, changes: dict[str, Any]) -> None:
     """A run of the world, with changes to its config, written and sent as the command does it."""
-    from agentrl.workers.requests.submission import prepare
-    from agentrl.workers.requests.submission import submit as send
+    from agentrl.workers.requests.submit import prepare
+    from agentrl.workers.requests.submit import submit as send
     from agentrl.workflow.store.migrate import open_database
 
     database = open_database(settings().database)

@@ -18,7 +18,7 @@ from sqlalchemy import func, select
 from agentrl.workers.stack import broker
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.tables import schema
 from bench.faults import world
@@ -94,7 +94,7 @@ def ready_pids(database: Database) -> set[int]:
     try:
         with broker.connect_redis(settings()) as connection:
             members = connection.smembers(_PIDBOX)
-        holder = control_reads.service_holder(database, "control")
+        holder = leases.service_holder(database, "control")
     except (redis.RedisError, OSError, ServiceError):
         return set()
     tools = [re.match(rb"tools-(\d+)@", member.rpartition(b"\x16")[2]) for member in members]

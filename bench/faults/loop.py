@@ -81,7 +81,7 @@ _PRELOADED = (
     "sqlalchemy.dialects.sqlite",
     "agentrl.workflow.training.supervised",
     "agentrl.workflow.training.trainer",
-    "agentrl.workflow.inference.rolling_engine",
+    "agentrl.workflow.inference.sampler",
     "agentrl.workflow.store.migrate",
     "agentrl.workflow.store.reads.run_rows",
     "agentrl.workflow.store.train_claims",

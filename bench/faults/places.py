@@ -202,8 +202,8 @@ class Served:
 
 
 def _submit(config: RunConfig) -> None:
-    from agentrl.workers.requests.submission import prepare as checked
-    from agentrl.workers.requests.submission import submit
+    from agentrl.workers.requests.submit import prepare as checked
+    from agentrl.workers.requests.submit import submit
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.connect import Database
     from agentrl.workflow.store.migrate import upgrade

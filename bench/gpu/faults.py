@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import PolicyRef

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.workflow.engines import Engine, rolling
-from agentrl.workflow.inference import rolling_engine
+from agentrl.workflow.inference import sampler
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from bench.gpu.injected import lose_device
@@ -28,7 +28,7 @@ def start(policy: Policy, settings: Settings) -> Engine:
     if is_first:
         with policy.sampling() as model:
             lose_device(model, PASSES_BEFORE, notify=lambda: _append(file, LOST))
-    return rolling_engine.start(policy, settings)
+    return sampler.start(policy, settings)
 
 
 def _append(file: Path, line: str) -> None:

@@ -21,7 +21,7 @@ from agentrl.workflow.models.memory_estimate import (
     while_sampling,
     while_updating,
 )
-from agentrl.workflow.training.batch import microbatches, rows_of, size
+from agentrl.workflow.training.training_rows import microbatches, rows_of, size
 from bench.performance import memory_ours
 from bench.performance.cases import Cases
 from bench.performance.memory_ours import CAP_MIB, GROUP_SIZE, GROUPS, PROMPT_TOKENS, RANK, SAMPLED_TOKENS

@@ -10,7 +10,7 @@ import torch
 
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, SamplingKey, Step, Task

@@ -13,10 +13,11 @@ from typing import Any
 from sqlalchemy import select, text
 
 from agentrl.workflow.store import (
+    blocked_runs,
     control_reads,
     evals,
     forks,
-    groups,
+    leases,
     offline_data,
     repair,
     retention,
@@ -26,7 +27,7 @@ from agentrl.workflow.store import (
     tool_calls,
     tool_sessions,
     train_commits,
-    waiting_runs,
+    training_groups,
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import open_iterations
@@ -116,7 +117,7 @@ def whole_database() -> dict[str, Read]:
         "snapshot": lambda database: control_reads.snapshot(database, LEASE),
         "unfinished_runs": control_reads.count_running_runs,
         "some_run_overlaps": control_reads.some_run_overlaps,
-        "service_holder": lambda database: control_reads.service_holder(database, "control"),
+        "service_holder": lambda database: leases.service_holder(database, "control"),
         "lost_calls": rolled_back(tool_calls.lost_calls, 5),
         "keep sessions": rolled_back(tool_sessions.keep, "nobody", LEASE),
         "measured_datasets": eval_results.list_measured_datasets,
@@ -153,7 +154,7 @@ def pages_of(run: Run) -> dict[str, Read]:
     found: dict[str, Read] = {
         "progress": lambda database: run_rows.count_progress(database, name),
         "sampled_on": lambda database: run_rows.why_sampling_on(database, name),
-        "waits_for": lambda database: waiting_runs.find_wait_reason(database, run.id),
+        "waits_for": lambda database: blocked_runs.find_wait_reason(database, run.id),
         "list_iterations, new": _list(iteration_rows.list_iterations, IterationFilter(name, after=run.iterations - 1)),
         "mark_changes": lambda database: changes.mark_changes(database, name),
         "list_episodes, changed": lambda database: _changed(database, name),
@@ -300,7 +301,7 @@ def _load(database: Database, run_id: int) -> object:
             .order_by(schema.iterations.c.number)
             .limit(1)
         )
-        return groups.load_groups(tx, tx.execute(first).scalar_one(), "default")
+        return training_groups.load_groups(tx, tx.execute(first).scalar_one(), "default")
 
 
 def _newest_set(database: Database, run_id: int) -> str:

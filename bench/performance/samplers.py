@@ -14,7 +14,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from agentrl.workflow.config import PROJECTIONS
 from agentrl.workflow.engines import GenerateRequest
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.logprobs import cache_parameter
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef

@@ -15,7 +15,7 @@ from dataclasses import replace
 from agentrl.workflow.sandbox import Result
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.find import find_bwrap
-from agentrl.workflow.sandbox.trial import interpreters
+from agentrl.workflow.sandbox.self_test import interpreters
 from agentrl.workflow.settings import Settings
 from bench.performance.report import Comparison, Measured, Table, load
 

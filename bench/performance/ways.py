@@ -14,7 +14,7 @@ import torch
 
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
-from agentrl.workflow.inference import rolling_engine
+from agentrl.workflow.inference import sampler
 from agentrl.workflow.inference.cache_rows import CacheRows
 from agentrl.workflow.inference.model_rows import ModelRows, open_rows
 from agentrl.workflow.models.fast_forward import transformers_pass
@@ -43,8 +43,8 @@ def measure(policy: Policy, name: str, way: Callable[[Policy], ModelRows], lengt
     """Sample the requests after a short one that warms up; print tokens per processor second."""
     policy._pass = None
     base = PolicyRef(str(policy.folder), policy.base_hash)
-    with patch.object(rolling_engine, "open_rows", way):
-        engine = rolling_engine.RollingEngine(policy, slots=8)
+    with patch.object(sampler, "open_rows", way):
+        engine = sampler.RollingEngine(policy, slots=8)
     prompts = [tuple(100 + (7 * number) % 900 for number in range(length)) for length in lengths]
     requests = [GenerateRequest(prompt, base, key, 0, tokens) for key, prompt in enumerate(prompts)]
     engine.submit(GenerateRequest((100, 101), base, 99, 0, 2)).result()

@@ -9,10 +9,10 @@ import pytest
 from agentrl.workflow.adapters import Turn, parsed
 from agentrl.workflow.adapters.agentlightning import agentlightning
 from agentrl.workflow.adapters.genai import genai
-from agentrl.workflow.chains import chains_of
 from agentrl.workflow.inference.traced_steps import OTHER, traced_steps
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.spans.traces import traces_of
+from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import Episode, Message, Task
 from tests.support.small_models import chat, tokenizer
 from tests.support.traces import ANSWER, ASKED, CALL, RESULT, TOOLS, flat, parts, span, tokens

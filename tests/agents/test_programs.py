@@ -17,7 +17,7 @@ from agentrl.workers.agents import agent_programs, processes
 from agentrl.workers.agents.guardian import Report
 from agentrl.workers.agents.processes import servers
 from agentrl.workflow.agents import LLM, AgentTask
-from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.settings import settings

@@ -19,9 +19,9 @@ from agentrl.workflow.analysis.verify_tokens import TOLERANCES
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.envs import Env
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.episode_loader import pack, unpack
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.reads.provenance import find_origin
-from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import commit_sampled
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey, Step, Task, ToolCall, ToolResult
 from bench.faults.fork_server import Nursery

@@ -18,7 +18,7 @@ from agentrl.workflow.datasets.arithmetic import arithmetic
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.envs.arithmetic import arithmetic as env
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.sampling import (
     cumulative_probabilities,
     distribution,

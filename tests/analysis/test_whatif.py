@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from agentrl.cli.main import main
 from agentrl.workers.requests.stored_groups import prepare_stored
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workers.requests.whatif_request import prepare_whatif
 from agentrl.workflow.analysis import counterfactual as module
 from agentrl.workflow.checkpoints import sealed_folder

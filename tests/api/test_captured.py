@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.api.captured import Captured, Importable, literal
 from agentrl.api.importable import path_of
+from agentrl.api.notebook_source import Captured, Importable, literal
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import code_folder, find
 from agentrl.workflow.settings import settings
@@ -202,7 +202,7 @@ def test_only_what_reads_back_as_itself_is_a_constant() -> None:
 def test_what_can_be_imported_is_named_and_what_cannot_is_written_by_its_content(cell: Any, home: Path) -> None:
     where = settings()
     assert path_of("any:path", "x", where, True) == "any:path"
-    assert path_of(literal, "x", where, True) == "agentrl.api.captured:literal"
+    assert path_of(literal, "x", where, True) == "agentrl.api.notebook_source:literal"
     first, second = (path_of(cell.even, "x", where, True) for _ in range(2))
     assert first == second
     assert len(list((where.root / "code").iterdir())) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import agentrl
-from agentrl.api.given_model import saved
+from agentrl.api.in_memory_model import saved
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.models.tiny import tiny_model
 from tests.support.small_models import tokenizer

@@ -23,7 +23,7 @@ from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from agentrl.workflow.store.migrate import open_database
 from tests.api.test_trainer import in_folder, own_environment
 from tests.support.small_models import tiny_calling
@@ -200,19 +200,19 @@ def test_a_store_that_other_workers_are_at_work_on_is_refused(model: str, tmp_pa
 
         def keep() -> None:
             while not over.wait(0.5):
-                control_reads.take_service_lease(database, "control", "elsewhere:1", 8.0)
+                leases.take_service_lease(database, "control", "elsewhere:1", 8.0)
 
-        assert control_reads.take_service_lease(database, "control", "elsewhere:1", 8.0)
+        assert leases.take_service_lease(database, "control", "elsewhere:1", 8.0)
         keeping = threading.Thread(target=keep)
         keeping.start()
         with pytest.raises(StateError, match=r"Workers of another process .* \(agentrl down\)"):
             trainer(model, store=tmp_path / "runs").fit("arithmetic", ROWS)
         over.set()
         keeping.join()
-        assert control_reads.take_service_lease(database, "control", "elsewhere:1", 0.0)
+        assert leases.take_service_lease(database, "control", "elsewhere:1", 0.0)
         run = trainer(model, store=tmp_path / "runs").fit("arithmetic", ROWS, epochs=1)
         assert run.status == "done"
-        assert control_reads.take_service_lease(database, "control", "elsewhere:1", 1.0), "it was given back"
+        assert leases.take_service_lease(database, "control", "elsewhere:1", 1.0), "it was given back"
 
 
 def test_an_agent_that_does_not_return_is_left_alone_at_its_limit_and_where_it_is_to_stop() -> None:

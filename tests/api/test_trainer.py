@@ -13,7 +13,7 @@ import pytest
 
 import agentrl
 from agentrl.api import command_process
-from agentrl.api.place import Place
+from agentrl.api.store_location import Place
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError

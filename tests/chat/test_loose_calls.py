@@ -12,7 +12,7 @@ from agentrl.workflow.rewards.format import format
 from agentrl.workflow.store import rollout_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.provenance import find_origin
-from agentrl.workflow.store.row_values import message_row, message_value
+from agentrl.workflow.store.row_codecs import message_row, message_value
 from agentrl.workflow.store.steps import CallRecord, SampledStep, commit_sampled
 from agentrl.workflow.tool_formats import ToolFormat
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.workers.requests.eval_config import sampling_differences
 from agentrl.workers.requests.requirements import requirements_of
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.template_probe import NAME
 from agentrl.workflow.chat.templates import (

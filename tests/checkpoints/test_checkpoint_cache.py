@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.workers.requests.submission import submission_of
+from agentrl.workers.requests.submit import submission_of
 from agentrl.workflow.checkpoints import checkpoint_cache, object_store
 from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from agentrl.workflow.config import RunConfig

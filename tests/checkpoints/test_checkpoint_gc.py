@@ -16,7 +16,7 @@ from sqlalchemy import text
 
 from agentrl.cli import maintenance
 from agentrl.cli.main import main
-from agentrl.workers.jobs.train_job import _remove_leftovers
+from agentrl.workers.jobs.train import _remove_leftovers
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
 from agentrl.workflow.errors import CheckpointError, NotFoundError, ServiceError

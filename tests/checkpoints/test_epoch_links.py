@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli import targets
+from agentrl.cli import resolve_targets
 from agentrl.cli.main import main
-from agentrl.workers.jobs import train_job as train_job
+from agentrl.workers.jobs import train as train_job
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
 from agentrl.workflow.checkpoints.epoch_links import EpochEnds, link_epochs
 from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
@@ -99,17 +99,17 @@ def test_a_death_before_the_link_is_made_up_for_by_whoever_names_the_epoch(own_d
     out = tmp_path / "out"
     made = trained(own_database, out, epochs=2, tasks=2, versions=2, links=False)
     assert leads(out) == {}
-    config, ref = targets.find_policy(str(out / "epoch_1"))
+    config, ref = resolve_targets.find_policy(str(out / "epoch_1"))
     assert (config.name, ref.path) == ("first", str(made[0]))
     assert leads(out) == {"epoch_1": made[0].name, "epoch_2": made[1].name}
-    assert targets.find_policy("first@epoch2")[1].path == str(made[1])
-    assert targets.find_policy(str(out / "epoch_2") + "/")[1].version == 2
+    assert resolve_targets.find_policy("first@epoch2")[1].path == str(made[1])
+    assert resolve_targets.find_policy(str(out / "epoch_2") + "/")[1].version == 2
 
 
 @pytest.mark.slow
 def test_a_link_is_found_below_the_data_folder_too(own_database: Database) -> None:
     made = trained(own_database, settings().root / "runs" / "first", epochs=1, tasks=2, versions=1)
-    assert targets.find_policy("runs/first/epoch_1")[1].path == str(made[0])
+    assert resolve_targets.find_policy("runs/first/epoch_1")[1].path == str(made[0])
 
 
 def test_gc_removes_a_link_before_what_it_leads_to(own_database: Database, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_gc_removes_a_link_before_what_it_leads_to(own_database: Database, tmp_p
     assert main(["gc", "--keep-last", "1"]) == 0
     assert {entry.name for entry in out.iterdir()} == {made[2].name, "epoch_3"}
     with pytest.raises(CheckpointError, match="was collected"):
-        targets.find_policy(str(out / "epoch_1"))
+        resolve_targets.find_policy(str(out / "epoch_1"))
     assert leads(out) == {"epoch_3": made[2].name}
 
 
@@ -160,12 +160,12 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
     planning.submit(own_database, replace(submission("second", tasks=2, epochs=2), output_dir=str(out)))
     assert not epoch_ends.load_epoch_ends(own_database, run_id(own_database)).newest
     with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
-        targets.find_policy(str(out / "epoch_2"))
+        resolve_targets.find_policy(str(out / "epoch_2"))
     link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database, "second")))
     assert leads(out) == {}
     link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database)))
     assert leads(out) == {}, "an older run has none"
-    assert targets.find_policy("first@epoch2")[1].path == str(older[1])
+    assert resolve_targets.find_policy("first@epoch2")[1].path == str(older[1])
 
 
 def test_a_version_is_a_number_the_best_or_an_epoch() -> None:

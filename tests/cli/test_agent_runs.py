@@ -118,7 +118,7 @@ def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_sa
         monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
     words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(tiny_random(tmp_path / "model"))]
     agent = ("--agent", "tests.workers.test_agent_requests:solve")
-    monkeypatch.setattr("agentrl.cli.services.START_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.cli.ensure_workers.START_SECONDS", 0.1)
     said = agentrl(capsys, *words, *agent, code=4)
     for role in ("rollout", "agents", "endpoint"):
         assert said.count(f"Start one: agentrl worker {role}\n") == 1

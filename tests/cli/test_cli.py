@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text as sql
 
+from agentrl.cli.console import show_json
 from agentrl.cli.doctor import Check, _gsm8k
 from agentrl.cli.main import main
-from agentrl.cli.output import show_json
 from agentrl.cli.plot import buckets, plot, sparkline
 from agentrl.cli.run_view import RunView, held_out_line
 from agentrl.cli.screen import live_lines
@@ -37,6 +37,7 @@ from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import (
+    blocked_runs,
     control_reads,
     planning,
     rollout_claims,
@@ -45,7 +46,6 @@ from agentrl.workflow.store import (
     tool_calls,
     train_claims,
     train_commits,
-    waiting_runs,
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -608,7 +608,7 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     settings.cache_clear()
     for module in ("stack.celery_app", "stack.presence", "requests.requirements"):
         monkeypatch.setattr(f"agentrl.workers.{module}.app", make_app(settings()))
-    monkeypatch.setattr("agentrl.cli.services.START_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.cli.ensure_workers.START_SECONDS", 0.1)
     words = ["submit", "--dataset", "arithmetic", "--max-tasks", "2", "--model", str(_small_model(tmp_path))]
     for extra in ([], ["--wait"]):
         complaint = agentrl(capsys, *words, *extra, code=4)
@@ -724,7 +724,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
 
 @pytest.mark.usefixtures("forked_programs")
 def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
-    waiting_runs.wait_for(data, run_names.find_run(data, run)["id"], "The engine's server does not answer.")
+    blocked_runs.wait_for(data, run_names.find_run(data, run)["id"], "The engine's server does not answer.")
     watching = watch(run)
     assert watching.stderr is not None
     assert watching.stderr.readline() == f"{run} waits: The engine's server does not answer.\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli import services
+from agentrl.cli import ensure_workers
 from agentrl.cli.main import main
 from agentrl.workflow.dataset_rows.sources import hash_source
 from agentrl.workflow.store import planning
@@ -36,7 +36,7 @@ def sets(database: Database, status: str) -> Any:
 def test_a_run_that_its_new_workers_end_before_the_command_is_through_was_resumed(
     stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(services, "ready_workers", sets(stranded, "done"))
+    monkeypatch.setattr(ensure_workers, "ready_workers", sets(stranded, "done"))
     assert main(["resume", "first"]) == 0
     assert "first: done (was running)" in capsys.readouterr().out
     assert main(["resume", "first"]) == 6  # now there was nothing to do from the beginning
@@ -45,7 +45,7 @@ def test_a_run_that_its_new_workers_end_before_the_command_is_through_was_resume
 def test_a_run_that_is_cancelled_meanwhile_was_not(
     stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(services, "ready_workers", sets(stranded, "cancelled"))
+    monkeypatch.setattr(ensure_workers, "ready_workers", sets(stranded, "cancelled"))
     assert main(["resume", "first"]) == 6
     assert "is cancelled" in capsys.readouterr().err
 
@@ -53,7 +53,7 @@ def test_a_run_that_is_cancelled_meanwhile_was_not(
 def test_resume_notices_a_dataset_file_that_has_changed(
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(services, "ready_workers", sets(own_database, "done"))
+    monkeypatch.setattr(ensure_workers, "ready_workers", sets(own_database, "done"))
     file = tmp_path / "rows.jsonl"
     for number, rows in enumerate(("a", "b")):
         file.write_text("a")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import Dataset, load_tasks
 from agentrl.workflow.datasets.jsonl import read_rows

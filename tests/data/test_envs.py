@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import DatasetError, RewardError

@@ -15,8 +15,8 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.jobs.tools_job import run_tool
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.jobs.tool_call import run_tool
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import envs
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action
 from agentrl.workflow.config import RolloutConfig, build

@@ -17,13 +17,13 @@ from agentrl.workflow.engines.rolling import rolling
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
-from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.training.training_rows import rows_of
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 from tests.chat.test_rendering import SCHEMA
 from tests.support.played_runs import CALL, EXPIRED, claim, start, submission, value, values

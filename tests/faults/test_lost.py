@@ -15,7 +15,7 @@ from agentrl.workers.stack import supervisor
 from agentrl.workers.stack.supervisor import Child, Supervisor
 from agentrl.workflow.errors import DeviceLost
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import rollout_claims, steps, train_claims, waiting_runs
+from agentrl.workflow.store import blocked_runs, rollout_claims, steps, train_claims
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import CALL, EXPIRED, claim, play, sampled, start, submission, values
 
@@ -159,9 +159,9 @@ def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Dat
 def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Database) -> None:
     group, *_ = start(own_database, submission())
     run = values(own_database, "SELECT id FROM runs")[0]
-    waiting_runs.wait_for(own_database, run, "The server is away.")
+    blocked_runs.wait_for(own_database, run, "The server is away.")
     rollout_claims.claim_group(own_database, group, "far:7/1", EXPIRED)
     rollout_claims.claim_group(own_database, group, "near:8/2", 60)
-    assert waiting_runs.find_wait_reason(own_database, run) == "The server is away."
-    waiting_runs.wait_for(own_database, run, "The server is away.")
+    assert blocked_runs.find_wait_reason(own_database, run) == "The server is away."
+    blocked_runs.wait_for(own_database, run, "The server is away.")
     assert values(own_database, "SELECT count(*) FROM events WHERE kind = 'waiting'") == [1]

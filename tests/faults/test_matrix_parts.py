@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
-from agentrl.workers.jobs import pending_calls, tools_job
+from agentrl.workers.jobs import pending_calls, tool_call
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.stack import dispatch, oom_kills
 from agentrl.workers.stack.celery_app import make_app
@@ -41,9 +41,9 @@ from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import Settings, settings
-from agentrl.workflow.store import connect, control_reads, planning, rollout_claims, train_claims, train_commits
+from agentrl.workflow.store import connect, control_reads, leases, planning, rollout_claims, train_claims, train_commits
 from agentrl.workflow.store.connect import POOL_SIZE, Database
-from agentrl.workflow.store.lost_workers import OOM_HINT
+from agentrl.workflow.store.leases import OOM_HINT
 from agentrl.workflow.store.reads import event_rows
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.training.trainer import Trainer
@@ -189,7 +189,7 @@ def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_a
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tools_job.call(number, pending_calls._replies().address)
+            tool_call.call(number, pending_calls._replies().address)
     with own_database.read() as tx:
         ends = tx.execute(text("SELECT sample, stop_reason, reward FROM episodes WHERE status = 'done'")).all()
         heard = dict(tx.execute(text("SELECT coalesce(error_class, ''), count(*) FROM tool_calls GROUP BY 1")).all())
@@ -231,7 +231,7 @@ def answers(said: str) -> list[str | None]:
     for index, made in enumerate(parse_text(said).tool_calls):
         result = refusal(made, index, offered, RolloutConfig())
         if result is None:
-            result = tools_job.run_tool(offered[made.name], CallWork(1, "math", made.name, made.arguments, "none"))
+            result = tool_call.run_tool(offered[made.name], CallWork(1, "math", made.name, made.arguments, "none"))
         assert result.error_class in (None, "parse_error", "unknown_tool", "tool_error", "too_many_calls", "bad_arguments")
         assert 0 < len(result.content) < 2000
         told.append(result.error_class)
@@ -260,8 +260,8 @@ def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest
     work = claim(database, group)
     assert rollout_claims.claim_group(database, group, "second", LEASE) is None
     assert rollout_claims.extend_leases(database, [work.fence], LEASE) == {group}
-    assert control_reads.take_service_lease(database, "control", "first", LEASE)
-    assert not control_reads.take_service_lease(database, "control", "second", LEASE)
+    assert leases.take_service_lease(database, "control", "first", LEASE)
+    assert not leases.take_service_lease(database, "control", "second", LEASE)
     assert plan(control_reads.snapshot(database, LEASE)) == []
     assert rollout_claims.extend_leases(database, [work.fence], EXPIRED) == {group}
     play(database, group)

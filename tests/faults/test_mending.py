@@ -15,10 +15,10 @@ from sqlalchemy import text
 
 from agentrl.workers.jobs import broken_checkpoints
 from agentrl.workers.jobs.model_slot import models
-from agentrl.workers.jobs.rollout_job import _fail_run, rollout
-from agentrl.workers.jobs.train_job import train
+from agentrl.workers.jobs.rollout import _fail_run, rollout
+from agentrl.workers.jobs.train import train
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workers.stack import control_loop, dispatch, process
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.checkpoints import object_store
@@ -30,7 +30,7 @@ from agentrl.workflow.errors import CheckpointError, Fenced
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime import faults
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads, planning, repair, run_names, train_claims, train_commits, waiting_runs
+from agentrl.workflow.store import blocked_runs, control_reads, planning, repair, run_names, train_claims, train_commits
 from agentrl.workflow.store import rollout_claims as rollouts
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import event_rows, run_rows
@@ -532,12 +532,12 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert repair.mark_broken(database, measure, "out/v1", "it is gone") == following
     assert repair.mark_broken(database, measure, "out/v1", "so a second worker says") == following
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
-    assert waiting_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (it is gone)."
-    assert waiting_runs.find_wait_reason(database, work.run_id) == ""
+    assert blocked_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (it is gone)."
+    assert blocked_runs.find_wait_reason(database, work.run_id) == ""
     assert plan(control_reads.snapshot(database, 60)) == [SendTrain(following)]
     again = claim_training(database, following)
     repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/again", "abc")
-    assert waiting_runs.find_wait_reason(database, measure) == ""
+    assert blocked_runs.find_wait_reason(database, measure) == ""
     assert repair.recovery_hint(database, "measure", "out/v1") == (
         "It was made again in another folder: type `agentrl resume measure`."
     )
@@ -565,9 +565,9 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
     planning.resume(database, "first")
     assert repair.mark_broken(database, measure, "out/v1", "gone") == following
     for kept in ("measure", "first"):
-        assert waiting_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (gone)."
+        assert blocked_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (gone)."
         planning.stop(database, kept, "paused")
-        assert waiting_runs.find_wait_reason(database, measure) == ""
+        assert blocked_runs.find_wait_reason(database, measure) == ""
         planning.resume(database, kept)
     planning.stop(database, "first", "paused")  # then nobody makes it again, and the evaluation's workers find that out
     assert rollouts.claim_group(database, group, "host:1/a", 60) is not None

@@ -28,6 +28,7 @@ from agentrl.workflow.errors import Fenced
 from agentrl.workflow.stats.group_variance import choose_groups
 from agentrl.workflow.store import (
     control_reads,
+    leases,
     planning,
     rollout_claims,
     run_names,
@@ -338,7 +339,7 @@ class World(RuleBasedStateMachine):
             self.bag.clear()
 
     def send_missing(self, holder: str, dies: bool = False) -> bool:
-        if not control_reads.take_service_lease(self.db, "control", holder, 8):
+        if not leases.take_service_lease(self.db, "control", holder, 8):
             return False
         actions = plan(control_reads.snapshot(self.db, LEASE))
         self.carry_out(actions, write=not dies)

@@ -12,7 +12,7 @@ from agentrl.workflow.config import build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.model_rows import open_rows
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef

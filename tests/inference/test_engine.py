@@ -18,9 +18,9 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import CheckpointError, DeviceLost, InfraError, ModelError
-from agentrl.workflow.inference import rolling_batch, rolling_engine
+from agentrl.workflow.inference import decoding_batch, sampler
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.sampling import sample, uniforms
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy, Slot
@@ -335,8 +335,8 @@ def test_attention_that_cannot_run_here_is_refused_in_a_sentence(folder: Path) -
 
 def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = threading.Event()
-    monkeypatch.setattr(rolling_engine, "IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(rolling_batch, "free_cached_blocks", lambda device: freed.set())
+    monkeypatch.setattr(sampler, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(decoding_batch, "free_cached_blocks", lambda device: freed.set())
     engine = RollingEngine(exact, slots=2)
     assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
     assert freed.wait(60)
@@ -345,7 +345,7 @@ def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkey
 
 
 def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rolling_engine, "CALM_STEPS", 10)
+    monkeypatch.setattr(sampler, "CALM_STEPS", 10)
     engine = RollingEngine(exact, slots=8)
     rows: list[int] = []
 
@@ -368,8 +368,8 @@ def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRe
 
 
 def test_slot_limit_waits_twice_as_long_for_a_size_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rolling_engine, "CALM_STEPS", 10)
-    limit, waits = rolling_engine._SlotLimit(8), list[int]()
+    monkeypatch.setattr(sampler, "CALM_STEPS", 10)
+    limit, waits = sampler._SlotLimit(8), list[int]()
     for _ in range(4):
         limit.halve(8)
         assert limit.limit == 4

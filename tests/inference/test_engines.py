@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.cli.conversation import Talk
 from agentrl.workers.jobs.model_slot import Models
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import engines
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, RunConfig, build

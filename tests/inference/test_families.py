@@ -12,10 +12,10 @@ import torch
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, RunConfig, build
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference import rolling_engine
+from agentrl.workflow.inference import sampler
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
 from agentrl.workflow.inference.model_rows import ModelRows
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.sampling import distribution, draw_distance, uniforms
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.logprobs import token_logprobs
@@ -81,7 +81,7 @@ def test_family_with_full_weights_samples_what_the_trainer_computes(family: str,
 def test_family_samples_alike_on_the_general_path(
     family: str, way: Callable[[Policy], ModelRows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rolling_engine, "open_rows", way)
+    monkeypatch.setattr(sampler, "open_rows", way)
     check_sampling(family, 4, tmp_path)
 
 

@@ -16,7 +16,7 @@ from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
 from agentrl.workflow.inference.model_rows import open_rows, sample_one
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.slot_rows import SlotRows
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.policy import Policy

@@ -23,12 +23,12 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import Backend, Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, InfraError, ModelError, ServiceError
-from agentrl.workflow.inference import exported_adapters, http, openai_engine, responses
+from agentrl.workflow.inference import exported_adapters, http, openai_engine, server_responses
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.openai_engine import OpenAIServer
 from agentrl.workflow.inference.remote_engine import ServedEngine
-from agentrl.workflow.inference.responses import Answer, Cards, Completions, LlamaTurn, Tokens
+from agentrl.workflow.inference.server_responses import Answer, Cards, Completions, LlamaTurn, Tokens
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -469,7 +469,7 @@ def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(
     found = make_answer()
     before = time.process_time()
     with pytest.raises(InfraError, match=NONSENSE) as told:
-        responses.read(shape, found, "http://host", "/path")
+        server_responses.read(shape, found, "http://host", "/path")
     assert time.process_time() - before < 0.5
     assert len(told.value.message) < 300
 

@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.sampling import lowest_logit, mask_below, sample
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef

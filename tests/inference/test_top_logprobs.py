@@ -15,7 +15,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import MAX_TOP_LOGPROBS, Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.remote_engine import ServedEngine, likeliest
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import Settings

@@ -24,7 +24,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.models.packed_weights import why_not_packed
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.trajectory import PolicyRef
 

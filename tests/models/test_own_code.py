@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli import submit as submitting
 from agentrl.cli.evaluate import eval_run_of
-from agentrl.workers.requests import submission as submission
+from agentrl.workers.requests import submit as submission
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lookup import base_hash, code_files, code_hash

@@ -13,7 +13,7 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ConfigError, ModelError
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.packed_weights import Product, can_pack, pack_weight, why_not_packed
 from agentrl.workflow.models.policy import Policy

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from agentrl.workflow.algorithms import gradients, settle_options
-from agentrl.workflow.analysis import fate_sentences
+from agentrl.workflow.analysis import outcome_text
 from agentrl.workflow.analysis.credit_reasons import (
     _EXPLAIN,
     BY_EPISODE,
@@ -17,9 +17,9 @@ from agentrl.workflow.analysis.credit_reasons import (
     credit_by_returns,
     explain_credit,
 )
-from agentrl.workflow.chains import as_read, reasons_not_to_train
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.store.reads.ledger import FATES
+from agentrl.workflow.token_chains import as_read, reasons_not_to_train
 from agentrl.workflow.training.advantages import Credit as Credits
 from agentrl.workflow.training.reports import episode_advantages
 from agentrl.workflow.training.token_layout import TokenLayout
@@ -128,4 +128,4 @@ def test_rewards_that_are_no_finite_numbers_are_not_computed_with(reward: float)
 
 
 def test_every_fate_has_a_sentence() -> None:
-    assert {*fate_sentences.SENTENCES} == {*FATES}
+    assert {*outcome_text.SENTENCES} == {*FATES}

@@ -12,12 +12,12 @@ from sqlalchemy import text
 from agentrl.workers.page.routes.episode_routes import MOST_TOKENS
 from agentrl.workers.page.shown.token_texts import join_pieces
 from agentrl.workflow.analysis.token_strip import ELSEWHERE
-from agentrl.workflow.chains import INHERITED, UNREAD
 from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.store.steps import CallRecord
+from agentrl.workflow.token_chains import INHERITED, UNREAD
 from agentrl.workflow.trajectory import Message, ToolCall, ToolResult
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import (

@@ -19,7 +19,7 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.service import STATIC
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import labels, planning, train_commits
+from agentrl.workflow.store import planning, tags_and_notes, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves
 from agentrl.workflow.tables import schema as tables
@@ -50,7 +50,7 @@ def trained(database: Database) -> Database:
     assert ended.iteration is not None
     work = claim_training(database, ended.iteration)
     train_commits.commit_update(database, work, update_of(work), 3)
-    labels.change_tags(database, "first", ["good"])
+    tags_and_notes.change_tags(database, "first", ["good"])
     planning.submit(database, submission("second"))
     return database
 

@@ -14,7 +14,7 @@ from agentrl.workers.page.routes.group_routes import WholeGroup
 from agentrl.workflow.analysis.alignment import Alignment, align
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.row_values import pack
+from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.trajectory import Message, Step, ToolCall, ToolResult
 from bench.performance import synthetic

@@ -13,6 +13,7 @@ from agentrl.workers.page.shown.config_rows import compare_configs, list_config
 from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store import planning, train_commits
+from agentrl.workflow.store.blocked_runs import find_wait_reason, wait_for
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.reads import curves, iteration_details, iteration_rows, lanes, ledger, run_summaries
@@ -20,7 +21,6 @@ from agentrl.workflow.store.reads.iteration_rows import IterationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig
 from agentrl.workflow.store.run_names import find_stored_policy
-from agentrl.workflow.store.waiting_runs import find_wait_reason, wait_for
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.trajectory import PolicyRef
 from bench.performance import synthetic

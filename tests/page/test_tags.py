@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli.app import app
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
-from agentrl.workflow.store import labels, planning
+from agentrl.workflow.store import planning, tags_and_notes
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import label_rows
 from tests.support.page_answers import PageOver
@@ -30,70 +30,70 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def test_tags_are_given_and_taken_away_once_each_by_name_or_number(labelled: Database) -> None:
-    assert labels.change_tags(labelled, "first", ["good", " paper ", "good"]) == ["good", "paper"]
-    assert labels.change_tags(labelled, "1", ["bad", "good"], ["paper", "never"]) == ["bad", "good"]
+    assert tags_and_notes.change_tags(labelled, "first", ["good", " paper ", "good"]) == ["good", "paper"]
+    assert tags_and_notes.change_tags(labelled, "1", ["bad", "good"], ["paper", "never"]) == ["bad", "good"]
     assert label_rows.list_tags(labelled, "first") == ["bad", "good"]
     assert label_rows.load_tags(labelled, [1, 2]) == {1: ["bad", "good"]}
     assert label_rows.list_tags(labelled, "second") == []
 
 
 def test_a_word_that_is_both_given_and_taken_away_is_given(labelled: Database) -> None:
-    assert labels.change_tags(labelled, "first", ["good"], ["good"]) == ["good"]
+    assert tags_and_notes.change_tags(labelled, "first", ["good"], ["good"]) == ["good"]
 
 
 def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database) -> None:
     for word in ("", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65):
         with pytest.raises(ConfigError, match="is no tag"):
-            labels.change_tags(labelled, "first", ["good", word])
+            tags_and_notes.change_tags(labelled, "first", ["good", word])
         assert label_rows.list_tags(labelled, "first") == [], word
-        assert labels.change_tags(labelled, "first", [], [word]) == [], word
+        assert tags_and_notes.change_tags(labelled, "first", [], [word]) == [], word
 
 
 def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database) -> None:
     page = PageOver(labelled)
     for word in ("%", "_", "a/b", "🦊 ok", "'; DROP TABLE runs; --", "x" * 64):
-        labels.change_tags(labelled, "first", [word])
+        tags_and_notes.change_tags(labelled, "first", [word])
         assert [row["tags"] for row in page.read("/api/runs", tag=word)["rows"]] == [[word]], word
-        labels.change_tags(labelled, "first", [], [word])
+        tags_and_notes.change_tags(labelled, "first", [], [word])
         assert page.read("/api/runs", tag=word)["rows"] == [], word
 
 
 def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels.change_tags(labelled, "first", [str(number) for number in range(labels.MOST_TAGS)])
+    tags_and_notes.change_tags(labelled, "first", [str(number) for number in range(tags_and_notes.MOST_TAGS)])
     with pytest.raises(ConflictError, match="at most 100 tags"):
-        labels.change_tags(labelled, "first", ["more"])
-    assert labels.change_tags(labelled, "first", ["more"], ["0"])[-1] == "more"
-    monkeypatch.setattr(labels, "MOST_NOTES", 2)
-    labels.add_note(labelled, "first", "one")
-    labels.add_note(labelled, "first", "two")
+        tags_and_notes.change_tags(labelled, "first", ["more"])
+    assert tags_and_notes.change_tags(labelled, "first", ["more"], ["0"])[-1] == "more"
+    monkeypatch.setattr(tags_and_notes, "MOST_NOTES", 2)
+    tags_and_notes.add_note(labelled, "first", "one")
+    tags_and_notes.add_note(labelled, "first", "two")
     with pytest.raises(ConflictError, match="at most 2 notes"):
-        labels.add_note(labelled, "first", "three")
+        tags_and_notes.add_note(labelled, "first", "three")
 
 
 def test_notes_are_kept_as_they_were_written_the_newest_first(labelled: Database) -> None:
-    first = labels.add_note(labelled, "first", "  lr too high\nsee #7 🦊  ")
-    second = labels.add_note(labelled, "first", "\0\ud800<b>")
-    labels.add_note(labelled, "second", "another run's")
+    first = tags_and_notes.add_note(labelled, "first", "  lr too high\nsee #7 🦊  ")
+    second = tags_and_notes.add_note(labelled, "first", "\0\ud800<b>")
+    tags_and_notes.add_note(labelled, "second", "another run's")
     notes = label_rows.list_notes(labelled, "first")
     assert [(note["id"], note["text"]) for note in notes] == [(second, "\ufffd?<b>"), (first, "lr too high\nsee #7 🦊")]
     assert all(isinstance(note["created_at"], datetime) for note in notes)
     shown = PageOver(labelled).read("/api/runs/1")
     assert [note["text"] for note in shown["notes"]] == ["\ufffd?<b>", "lr too high\nsee #7 🦊"]
-    labels.remove_note(labelled, "first", second)
+    tags_and_notes.remove_note(labelled, "first", second)
     assert [note["id"] for note in label_rows.list_notes(labelled, "1")] == [first]
 
 
 def test_an_empty_note_or_a_book_is_refused(labelled: Database) -> None:
-    for text in ("", " \n ", "x" * (labels.MAX_NOTE_CHARS + 1)):
+    for text in ("", " \n ", "x" * (tags_and_notes.MAX_NOTE_CHARS + 1)):
         with pytest.raises(ConfigError, match="1 to 10000 characters"):
-            labels.add_note(labelled, "first", text)
+            tags_and_notes.add_note(labelled, "first", text)
 
 
 def test_a_note_of_another_run_is_not_taken_away(labelled: Database) -> None:
-    note = labels.add_note(labelled, "second", "mine")
+    note = tags_and_notes.add_note(labelled, "second", "mine")
     for number in (note, note + 1, 2**70):
         with pytest.raises(NotFoundError, match=f"has no note {number}"):
-            labels.remove_note(labelled, "first", number)
+            tags_and_notes.remove_note(labelled, "first", number)
     assert len(label_rows.list_notes(labelled, "second")) == 1
 
 

@@ -31,7 +31,7 @@ FAST = (
     "agentrl.workers.stack.control_loop",
     "agentrl.workers.stack.worker",
     "agentrl.workers.serving.tool_server",
-    "agentrl.workers.requests.submission",
+    "agentrl.workers.requests.submit",
     "agentrl.workers.stack.supervisor",
 )
 """What starts fast."""
@@ -43,7 +43,7 @@ def test_what_starts_fast_loads_no_model_library() -> None:
 
 
 def test_a_tools_worker_with_every_plugin_loads_no_model_library() -> None:
-    assert not loaded_by(f"import agentrl.workers.jobs.tools_job{PLUGINS}") & HEAVY
+    assert not loaded_by(f"import agentrl.workers.jobs.tool_call{PLUGINS}") & HEAVY
 
 
 def imports_of(module: str) -> set[str]:

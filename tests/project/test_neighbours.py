@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 
-from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Judge, tests_passed, verdicts

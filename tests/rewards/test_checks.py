@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import DatasetError, RewardError
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.plugins import find
-from agentrl.workflow.sandbox import checks
+from agentrl.workflow.sandbox import program_tests
 from agentrl.workflow.trajectory import Message, Task
 from bench.learning import judge_file
 from bench.learning.judge_file import kinds
@@ -193,11 +193,11 @@ def test_the_session_of_an_answer_sees_the_arguments_of_its_calls_and_nothing_th
         "    got = candidate(lambda x: x, secret)\n    assert got == secret and expected"
     )
     reference = "def mapped(change, items):\n    return [change(item) for item in items]"
-    asked = checks.outcome(reference, test, "mapped", [], final=False)["asked"]
+    asked = program_tests.outcome(reference, test, "mapped", [], final=False)["asked"]
     assert [json.loads(text)["args"] for text in asked] == ["[[1], 1]", "[[2]]"]
     assert not [text for text in asked if "4242" in text or "77" in text or "assert" in text]
     hidden = test.replace("lambda x: x,", "helper,")
-    assert "call itself: function" in checks.outcome(reference, hidden, "mapped", [], final=False)["unjudged"]
+    assert "call itself: function" in program_tests.outcome(reference, hidden, "mapped", [], final=False)["unjudged"]
 
 
 OTHER_ARGUMENTS = {
@@ -216,12 +216,12 @@ def test_outcome_refuses_an_argument_that_its_source_does_not_make_again(name: s
     head = "class Times:\n    def __init__(self, n): self.n = n\n    def __call__(self, x): return self.n * x\n"
     reference = "def mapped(change, items):\n    return [change(item) for item in items]"
     test = f"{head}def check(candidate):\n    {OTHER_ARGUMENTS[name]}"
-    assert "they pass " in checks.outcome(reference, test, "mapped", [], final=False)["unjudged"]
+    assert "they pass " in program_tests.outcome(reference, test, "mapped", [], final=False)["unjudged"]
 
 
 def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(box: None, tmp_path: Path) -> None:
     for test in (
-        f"    for n in range({checks.MOST_CALLS + 1}):\n        assert candidate(n) == n",
+        f"    for n in range({program_tests.MOST_CALLS + 1}):\n        assert candidate(n) == n",
         "    while True: candidate(1)",
     ):
         (task,) = loaded(

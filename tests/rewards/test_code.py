@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.jobs.tools_job import run_tool
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.jobs.tool_call import run_tool
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.datasets.code import code_metadata
@@ -27,7 +27,7 @@ from agentrl.workflow.rewards import progress, score, tests_passed
 from agentrl.workflow.rewards.progress import MOST_TRIED
 from agentrl.workflow.rewards.tests_passed import read_code
 from agentrl.workflow.sandbox import Result
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools.python import sandbox

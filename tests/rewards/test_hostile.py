@@ -17,7 +17,7 @@ from agentrl.workflow.datasets.code import code_metadata
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.rewards import Judge, Reward, score
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.trajectory import Episode, ToolCall, ToolResult
 from tests.rewards.test_code import box as box
 from tests.rewards.test_rewards import episode, turn

@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.workers.jobs import pending_calls
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.pending_calls import RESENDS
-from agentrl.workers.jobs.rollout_job import _run_guarded
+from agentrl.workers.jobs.rollout import _run_guarded
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
@@ -24,7 +24,7 @@ from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Judge, judges_of
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows

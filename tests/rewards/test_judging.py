@@ -13,7 +13,7 @@ import pytest
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.sandbox import Result, exact_json
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.tools.python import sandbox
 from tests.rewards.test_code import box as box
 

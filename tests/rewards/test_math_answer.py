@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workflow.errors import ConfigError, RewardError, SandboxUnavailable
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import math_answer, score

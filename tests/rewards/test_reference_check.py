@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import reference_check
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks

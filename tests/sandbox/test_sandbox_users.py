@@ -13,8 +13,8 @@ from agentrl.workflow.rewards import Judge, math_answer, tests_passed
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.sandbox import Sandbox, Session
 from agentrl.workflow.sandbox.boxed import Boxed
-from agentrl.workflow.sandbox.cases import Case
 from agentrl.workflow.sandbox.find import find_unsafe
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.tools.python import CodeTool, Notebook, sandbox
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall
 from tests.conftest import missing

@@ -18,7 +18,7 @@ from agentrl.workflow.algorithms import Algorithm, Search, search_function, sear
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError
 from agentrl.workflow.inference.http import Connection
-from agentrl.workflow.inference.responses import ChatReply
+from agentrl.workflow.inference.server_responses import ChatReply
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resources import LONGEST, MOST, Prompt, fault_of, read_resources
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, score

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.stats.selection import Candidate, select_best, select_pairs
+from agentrl.workflow.stats.best_episodes import Candidate, select_best, select_pairs
 from agentrl.workflow.store import offline_data, reward_sets, steps
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import claim, fail, finish, sampled, start, submission

@@ -7,7 +7,7 @@ from sqlalchemy import text
 
 from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import ENDPOINT, some_run_has_agent
 from agentrl.workflow.store.migrate import AGENTS_ROLE, TOOLS_ROLE, upgrade
@@ -52,8 +52,8 @@ def login(postgres: Database) -> Iterator[Database]:
 
 def test_it_reads_tasks_and_writes_what_became_of_agents(postgres: Database, login: Database) -> None:
     attempt(postgres)
-    control_reads.publish_service(postgres, ENDPOINT, "http://127.0.0.1:1", 60.0)
-    assert control_reads.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
+    leases.publish_service(postgres, ENDPOINT, "http://127.0.0.1:1", 60.0)
+    assert leases.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
     with login.engine.connect() as connection, connection.begin():
         assert [connection.execute(text(statement)).rowcount for statement in ALLOWED] == [1, 1, 2, 1, 1]
 

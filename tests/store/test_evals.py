@@ -16,9 +16,9 @@ from sqlalchemy import text
 from agentrl.cli import maintenance
 from agentrl.cli.evaluate import eval_run_of
 from agentrl.cli.main import main
-from agentrl.cli.targets import find_policy
+from agentrl.cli.resolve_targets import find_policy
 from agentrl.workers.requests.eval_config import eval_config, sampling_differences
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
 from agentrl.workflow.config import RunConfig, build

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import MOST, build
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ConflictError, StateError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning, retention, run_names, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.extending import extend
+from agentrl.workflow.store.extend_run import extend
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.tables import schema as tables

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.cli.watch import load_view, summary
-from agentrl.workers.jobs import rollout_job as worker
+from agentrl.workers.jobs import rollout as worker
 from agentrl.workers.requests.fork_request import OTHER_CODE, ForkRequest, prepare_fork
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.requests.stored_groups import prepare_stored
@@ -28,7 +28,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import find_episode_counted_twice, load_stored_run
 from agentrl.workflow.store.reads import episode_rows, ledger
 from agentrl.workflow.store.run_names import find_run
-from agentrl.workflow.training.batch import rows_of
+from agentrl.workflow.training.training_rows import rows_of
 from agentrl.workflow.trajectory import Episode
 from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import forked_stack

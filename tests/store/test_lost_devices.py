@@ -2,9 +2,9 @@
 
 import pytest
 
-from agentrl.workflow.store import lost_devices, planning, rollout_claims, train_claims
+from agentrl.workflow.store import leases, planning, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.lost_devices import MAX_DEVICE_LOSSES, hand_back_claims
+from agentrl.workflow.store.leases import MAX_DEVICE_LOSSES, hand_back_claims
 from tests.support.played_runs import play, start, submission, values
 
 REASON = "CUDA error: unspecified launch failure"
@@ -20,14 +20,14 @@ def lose(db: Database, group: int, pid: int, times: int) -> None:
 @pytest.fixture
 def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that lose their device have ended when their claims are handed back."""
-    monkeypatch.setattr(lost_devices, "EXIT_MS", -1)
+    monkeypatch.setattr(leases, "EXIT_MS", -1)
 
 
 def test_hand_back_claims_keeps_them_until_the_process_has_ended(database: Database) -> None:
     first, _ = start(database, submission())
     lose(database, first, 7, 1)
     assert rollout_claims.claim_group(database, first, "host:8/1", 60) is None
-    database.write(lambda tx: tx.exec_driver_sql(f"UPDATE groups SET lease_until = lease_until - {lost_devices.EXIT_MS + 1}"))
+    database.write(lambda tx: tx.exec_driver_sql(f"UPDATE groups SET lease_until = lease_until - {leases.EXIT_MS + 1}"))
     assert rollout_claims.claim_group(database, first, "host:8/1", 60) is not None
 
 

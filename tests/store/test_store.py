@@ -9,12 +9,21 @@ import pytest
 from sqlalchemy import select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from agentrl.workers.requests.submission import submission_of
+from agentrl.workers.requests.submit import submission_of
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ConflictError, Fenced, NotFoundError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.rewards import LARGEST
-from agentrl.workflow.store import control_reads, planning, rollout_claims, run_names, steps, train_commits, waiting_runs
+from agentrl.workflow.store import (
+    blocked_runs,
+    control_reads,
+    leases,
+    planning,
+    rollout_claims,
+    run_names,
+    steps,
+    train_commits,
+)
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.iterations import task_order
 from agentrl.workflow.store.planning import SubmittedRun
@@ -349,23 +358,23 @@ def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
 
 
 def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) -> None:
-    assert control_reads.take_service_lease(database, "control", "host:1", LEASE)
-    assert not control_reads.take_service_lease(database, "control", "host:2", LEASE)
-    assert control_reads.take_service_lease(database, "control", "host:1", EXPIRED)
-    assert control_reads.take_service_lease(database, "control", "host:2", LEASE)
+    assert leases.take_service_lease(database, "control", "host:1", LEASE)
+    assert not leases.take_service_lease(database, "control", "host:2", LEASE)
+    assert leases.take_service_lease(database, "control", "host:1", EXPIRED)
+    assert leases.take_service_lease(database, "control", "host:2", LEASE)
 
 
 def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:
     start(database, submission())
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: waiting_runs.wait_for(database, 1, "the server is away"), range(8)))
-    assert waiting_runs.find_wait_reason(database, 1) == "the server is away"
+        list(pool.map(lambda _: blocked_runs.wait_for(database, 1, "the server is away"), range(8)))
+    assert blocked_runs.find_wait_reason(database, 1) == "the server is away"
     for what in ("it is not ready", "the server is away", "it is not ready"):
-        waiting_runs.wait_for(database, 1, what)
-    waiting_runs.wait_no_more(database, 1)
-    waiting_runs.wait_no_more(database, 1)
-    assert waiting_runs.find_wait_reason(database, 1) == ""
-    waiting_runs.wait_for(database, 1, "the server is away")
+        blocked_runs.wait_for(database, 1, what)
+    blocked_runs.wait_no_more(database, 1)
+    blocked_runs.wait_no_more(database, 1)
+    assert blocked_runs.find_wait_reason(database, 1) == ""
+    blocked_runs.wait_for(database, 1, "the server is away")
     kinds = [event["kind"] for event in event_rows.list_events(database, event_rows.EventFilter("first")).rows]
     assert kinds == ["submitted", "waiting", "waiting", "going_on", "waiting"]
 

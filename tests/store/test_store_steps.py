@@ -10,9 +10,9 @@ from sqlalchemy import text
 
 from agentrl.workflow.store import rollout_claims, steps, tool_calls
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.episode_loader import pack, unpack
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
-from agentrl.workflow.store.rows import pack, unpack
 from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
 from agentrl.workflow.trajectory import Message, Task, ToolCall, storable

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import text
 
 from agentrl.workers.jobs.agent_rollout import AgentRollout
-from agentrl.workers.jobs.rollout_job import _drive_rollouts
+from agentrl.workers.jobs.rollout import _drive_rollouts
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.engines import Engine
 from agentrl.workflow.experiment import Experiment

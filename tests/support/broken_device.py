@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from agentrl.workflow.engines.rolling import rolling
-from agentrl.workflow.inference.rolling_batch import Batch
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.decoding_batch import Batch
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.trainers import TrainerBackend

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from agentrl.workers.stack import broker
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from bench.faults.fork_server import Child, Nursery
 from tests.conftest import copy_store, missing
 from tests.support.real_stack import Stack
@@ -83,7 +83,7 @@ class ForkedStack(Stack):
         """Whether the workers of an embedded stack are all at work: one that still begins has no answer to a signal."""
         with broker.connect_redis(self.settings) as connection:
             queues = connection.scard(PIDBOX)
-        return queues == len(TOGETHER) - 1 and bool(control_reads.service_holder(self.database, "control"))
+        return queues == len(TOGETHER) - 1 and bool(leases.service_holder(self.database, "control"))
 
     def kill_worker(self, role: str, number: int = signal.SIGKILL) -> None:
         """Sends the newest worker of that role a signal, waits for its end, and forks another as a supervisor would."""

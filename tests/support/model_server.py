@@ -19,7 +19,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.inference.llamacpp_engine import ends_within_character
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import PolicyRef
 

@@ -24,7 +24,7 @@ import httpx2
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.workers.jobs.tools_job import run_cell
+from agentrl.workers.jobs.tool_call import run_cell
 from agentrl.workers.requests.tool_selection import select_tools
 from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, StateError

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from agentrl.workers.jobs import tools_job
-from agentrl.workers.jobs.tools_job import run_tool
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.jobs import tool_call
+from agentrl.workers.jobs.tool_call import run_tool
+from agentrl.workers.requests.submit import prepare
 from agentrl.workers.stack.dispatch import NO_REPLY
 from agentrl.workflow.config import build
 from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
 from agentrl.workflow.plugins import find, names
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
@@ -206,11 +206,11 @@ def asked(db: Database, tool: str, call: ToolCall) -> int:
 
 def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
-    first = threading.Thread(target=tools_job.call, args=(number, NO_REPLY))
+    first = threading.Thread(target=tool_call.call, args=(number, NO_REPLY))
     first.start()
     assert entered.get(timeout=60)
     threading.Timer(0.5, may_end.set).start()
-    tools_job.call(number, NO_REPLY)
+    tool_call.call(number, NO_REPLY)
     first.join()
     assert entered.empty()
     assert values(own_database, "SELECT result FROM tool_calls") == ["done"]
@@ -219,7 +219,7 @@ def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Databas
 def test_a_call_that_the_system_failed_stays_without_a_result_so_that_it_is_sent_again(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:failing_tool", ToolCall("failing", {}))
     with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
-        tools_job.call(number, "nobody")
+        tool_call.call(number, "nobody")
     assert values(own_database, "SELECT result FROM tool_calls") == [None]
 
 
@@ -277,5 +277,5 @@ def test_a_tool_of_a_run_is_found_by_the_tools_worker(own_database: Database, us
     number = asked(own_database, f"{user_tools}:shout", ToolCall("shout", {"text": "hi"}))
     from agentrl.workers.stack.replies import Replies
 
-    tools_job.call(number, Replies(settings()).address)
+    tool_call.call(number, Replies(settings()).address)
     assert values(own_database, "SELECT result FROM tool_calls") == ["HI"]

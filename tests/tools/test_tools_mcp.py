@@ -18,9 +18,9 @@ from queue import SimpleQueue
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.workers.jobs import pending_calls, tools_job
+from agentrl.workers.jobs import pending_calls, tool_call
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.replies import Replies
@@ -102,7 +102,7 @@ def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_d
         served["charge"].call({})
     assert (folder / "charged").read_text() == "x"
     work = CallWork(1, "math", "charge", {}, "once")
-    assert tools_job.run_tool(served["charge"], work).error_class == "unknown_outcome"
+    assert tool_call.run_tool(served["charge"], work).error_class == "unknown_outcome"
 
 
 @pytest.mark.usefixtures("forked_programs")
@@ -137,13 +137,13 @@ def test_what_a_server_answers_is_text_within_the_same_limits(served: dict[str, 
     assert served["mixed"].call({}).splitlines() == ["a\x00b", "[image that cannot be shown]"]
     assert served["long"].call({}).endswith("[cut: 34464 more characters]")
     slow = replace(served["slow"], timeout_seconds=0.2)
-    assert tools_job.run_tool(slow, CallWork(1, "math", "slow", {}, "none")).error_class == "timeout"
+    assert tool_call.run_tool(slow, CallWork(1, "math", "slow", {}, "none")).error_class == "timeout"
     assert served["add"].call({"a": 2, "b": 2}) == "4"
 
 
 def test_the_time_that_a_server_takes_to_start_is_not_the_calls(served: dict[str, mcp_tool.McpTool]) -> None:
     add = replace(served["add"], timeout_seconds=0.4)  # less than an interpreter takes to import the SDK
-    assert tools_job.run_tool(add, CallWork(1, "math", "add", {"a": 1, "b": 1}, "none")).content == "2"
+    assert tool_call.run_tool(add, CallWork(1, "math", "add", {"a": 1, "b": 1}, "none")).content == "2"
 
 
 @pytest.mark.usefixtures("forked_programs")
@@ -307,7 +307,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tools_job.call(number, pending_calls._replies().address)
+            tool_call.call(number, pending_calls._replies().address)
     told = values(own_database, "SELECT result FROM tool_calls ORDER BY episode_id, id")
     assert told[:3] == told[4:7] == ["42", "hi", "1"]
     assert told[3].startswith("unknown tool 'pay'; known: add, ")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.workers.jobs.tools_job import run_tool
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.jobs.tool_call import run_tool
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import CodeFailure, InfraError, SandboxUnavailable, ToolFailure
 from agentrl.workflow.sandbox import Limits, Result

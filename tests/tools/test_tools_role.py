@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import text
 
-from agentrl.workers.jobs import tools_job
+from agentrl.workers.jobs import tool_call
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import settings
@@ -42,8 +42,8 @@ def login(postgres: Database, home: object, monkeypatch: pytest.MonkeyPatch) -> 
     found = open_database(settings().database)
     yield found
     found.close()
-    if tools_job.database.made:
-        tools_job.database().close()
+    if tool_call.database.made:
+        tool_call.database().close()
     forget_process()
 
 
@@ -52,7 +52,7 @@ def test_it_answers_calls(postgres: Database, login: Database) -> None:
     [found] = steps.commit_sampled(postgres, work.fence, [sampled(work, calls=(CALL, ONCE))])
     address = Replies(settings()).address
     for call in found:
-        tools_job.call(call, address)
+        tool_call.call(call, address)
     assert values(postgres, "SELECT result FROM tool_calls ORDER BY id") == ["42", "42"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.html_text import extract_text

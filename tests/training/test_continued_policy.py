@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.cli import submit as submitting
-from agentrl.workers.requests import submission as submission
+from agentrl.workers.requests import submit as submission
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.settings import settings

@@ -14,7 +14,7 @@ from agentrl.cli.screen import live_lines
 from agentrl.cli.watch import iteration_line, load_view
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.checkpoints.sealed_folder import MODEL
 from agentrl.workflow.config import build
 from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain, plan

@@ -13,12 +13,12 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training import loss_scale
-from agentrl.workflow.training.batch import rows_of
 from agentrl.workflow.training.loss_scale import GROWTH_STEPS, INITIAL_FACTOR, LossScale
 from agentrl.workflow.training.offline_checkpoint import Resumable, read_progress
 from agentrl.workflow.training.offline_training import Recipe, make_learner, train
 from agentrl.workflow.training.supervised import likelihood_objective
 from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.training.training_rows import rows_of
 from tests.support.small_models import tiny_random
 from tests.training.test_trainer import config, groups_of, saved
 

@@ -11,11 +11,11 @@ from transformers import Qwen2ForCausalLM
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training import batch
-from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training import training_rows
 from agentrl.workflow.training.offline_training import accumulate, backoff_over_rows, row_logprob_sums
 from agentrl.workflow.training.packing import assign_lines, pack_rows, packed_size
 from agentrl.workflow.training.supervised import likelihood_objective
+from agentrl.workflow.training.training_rows import Row
 from tests.support.small_models import tiny_random
 
 
@@ -46,7 +46,7 @@ def test_every_row_has_its_place_and_no_line_is_longer_than_the_longest_row(seed
     assert sorted(number for line in lines for number in line) == list(range(len(rows)))
     longest = max(len(one.input_ids) for one in rows)
     assert max(sum(len(rows[number].input_ids) for number in line) for line in lines) <= longest
-    assert packed_size(rows) <= batch.size(rows)
+    assert packed_size(rows) <= training_rows.size(rows)
     assert (pack_rows(rows) is None) == (len(lines) == len(rows))
 
 
@@ -77,7 +77,7 @@ def test_a_batch_on_few_lines_has_the_loss_and_the_gradient_of_one_row_at_a_time
 def test_unequal_rows_fill_their_lines_and_a_piece_takes_more_of_them() -> None:
     rows = [one for (one,) in UNEQUAL]
     tokens = sum(len(one.input_ids) for one in rows)
-    assert tokens / batch.size(rows) < 0.4
+    assert tokens / training_rows.size(rows) < 0.4
     assert tokens / packed_size(rows) > 0.85
     objective = likelihood_objective()
     plain, apart = (backoff_over_rows(objective.rows, 100, apart=apart) for apart in (False, True))

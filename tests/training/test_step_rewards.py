@@ -13,10 +13,10 @@ from sqlalchemy.exc import IntegrityError
 
 from agentrl.cli.main import main
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.jobs.rollout_job import _check_code
+from agentrl.workers.jobs.rollout import _check_code
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workers.requests.stored_groups import prepare_stored
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import build
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, RewardError

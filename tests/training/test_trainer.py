@@ -23,7 +23,7 @@ from agentrl.workflow.config import AlgorithmConfig, RunConfig, build
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy

@@ -15,7 +15,7 @@ import torch
 from sqlalchemy import text
 from torch import Tensor
 
-from agentrl.workers.requests.submission import prepare
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import trainers
 from agentrl.workflow.algorithms import settle_run
 from agentrl.workflow.checkpoints import sealed_folder
@@ -26,7 +26,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import run_rows
-from agentrl.workflow.training.batch import rows_of
+from agentrl.workflow.training.training_rows import rows_of
 from agentrl.workflow.training.trl_options import grpo_options
 from agentrl.workflow.trajectory import ROOT, Group
 from bench.faults.fork_server import Nursery

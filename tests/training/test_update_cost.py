@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.trainer import Trainer
+from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.training.update_cost import UpdateCost, find_peak
 from tests.support.small_models import tiny_random
 from tests.training.test_trainer import config, groups_of, trainer_of

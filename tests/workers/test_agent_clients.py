@@ -14,7 +14,7 @@ from openai import APIStatusError, AsyncOpenAI, OpenAI
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.inference.rolling_engine import RollingEngine
+from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Episode, PolicyRef

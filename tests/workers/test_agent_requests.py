@@ -13,7 +13,7 @@ from agentrl.cli.main import main
 from agentrl.workers.requests import requirements
 from agentrl.workers.requests.agent_request import check_function, remark_on_agent, settle_agent
 from agentrl.workers.requests.eval_config import eval_config, stored_sampling_values
-from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import KEYS, LOOP_LIMITS, AgentConfig, RolloutConfig, RunConfig, build
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, DatasetError

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.cli.main import main
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
-from agentrl.workers.jobs.tools_job import run_tool
+from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workflow import emitters
 from agentrl.workflow.agents.keys import new_emit_key, sampling_key

@@ -21,7 +21,7 @@ from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, url_of
 from agentrl.workers.stack.supervisor import Supervisor
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import ENDPOINT, some_run_has_agent
 from tests.support.played_runs import start, submission
@@ -107,8 +107,8 @@ def test_it_says_its_url_in_the_rows(sqlite: Database, tmp_path: Path, home: Pat
 
 def test_the_latest_endpoint_is_the_one_that_is_found(database: Database) -> None:
     for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-        control_reads.publish_service(database, ENDPOINT, url, 60.0)
-        assert control_reads.service_holder(database, ENDPOINT) == url
+        leases.publish_service(database, ENDPOINT, url, 60.0)
+        assert leases.service_holder(database, ENDPOINT) == url
 
 
 def test_an_address_that_is_taken_is_an_error_with_a_way_out() -> None:

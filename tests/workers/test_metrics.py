@@ -24,7 +24,7 @@ from agentrl.workers.stack.worker import ROLES
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.log_fields import JsonFormatter, log_fields
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import planning, run_events, waiting_runs
+from agentrl.workflow.store import blocked_runs, planning, run_events
 from agentrl.workflow.store.connect import Database
 from tests.conftest import missing
 from tests.support.played_runs import claim, play, start, submission
@@ -203,7 +203,7 @@ def test_a_run_that_waits_and_ends_is_posted_once(database: Database, hook: Hook
     notifier = Notifier(Settings(notify_url=hook.url))
     tend(notifier, database)  # what happened before is history
     run = planning.submit(database, submission()).id
-    waiting_runs.wait_for(database, run, "The sandbox is away.")
+    blocked_runs.wait_for(database, run, "The sandbox is away.")
     planning.stop(database, "first", "cancelled", "cancelled by hand")
     for _ in range(2):
         tend(notifier, database)

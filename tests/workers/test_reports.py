@@ -19,7 +19,7 @@ from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads, planning, run_reports, train_commits
+from agentrl.workflow.store import leases, planning, run_reports, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trackers import Tracker, eval_metrics, iteration_metrics, masked_config
 from tests.conftest import missing
@@ -142,7 +142,7 @@ def test_report_without_its_package_names_the_command(own_database: Database) ->
 
 def test_second_process_leaves_a_report_to_the_first(own_database: Database) -> None:
     play_run(own_database)
-    assert control_reads.take_service_lease(own_database, run_reports.lease_name(1, LINES), "another", 60.0)
+    assert leases.take_service_lease(own_database, run_reports.lease_name(1, LINES), "another", 60.0)
     assert write(own_database) == FAILED
     assert not (settings().trackers_dir / "first.jsonl").exists()
 

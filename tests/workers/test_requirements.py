@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli import services
+from agentrl.cli import ensure_workers
 from agentrl.workers.requests import requirements
 from agentrl.workers.stack import broker, embedded, presence
 from agentrl.workers.stack.celery_app import QUEUES
@@ -244,18 +244,18 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
     with pytest.raises(WorkerError, match="Nothing was started") as refused:
-        services._check_named_broker(question, there=True, fit=True)
+        ensure_workers._check_named_broker(question, there=True, fit=True)
     assert refused.value.exit_code == 11
     assert refused.value.message.split("\n  ")[1:] == [lacks]
-    assert services._check_named_broker(question, there=True, fit=False) == [lacks, mute]
-    assert services._check_named_broker(question, there=False, fit=False) == [lacks, mute]
+    assert ensure_workers._check_named_broker(question, there=True, fit=False) == [lacks, mute]
+    assert ensure_workers._check_named_broker(question, there=False, fit=False) == [lacks, mute]
 
 
 def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
-    assert services._check_named_broker(asked(tmp_path), there=True, fit=True) == [
+    assert ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True) == [
         "The worker of the queue 'tools' has not said whether it can run this: it is busy, or has another version of agentrl.",
         "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
     ]
@@ -266,11 +266,11 @@ def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_t
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
     lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
-    monkeypatch.setattr(services, "START_SECONDS", 0.0)
+    monkeypatch.setattr(ensure_workers, "START_SECONDS", 0.0)
     with pytest.raises(ServiceError, match="Nothing was started") as refused:
-        services._check_named_broker(asked(tmp_path), there=True, fit=True)
+        ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True)
     assert refused.value.message.split("\n  ")[1:] == lines
-    assert services._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
+    assert ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
 
 
 def test_named_broker_is_asked_again_until_its_workers_are_up(
@@ -285,8 +285,8 @@ def test_named_broker_is_asked_again_until_its_workers_are_up(
 
     on_broker(monkeypatch, [], dict.fromkeys(QUEUES, 0))
     monkeypatch.setattr(requirements, "ask_workers", answer)
-    monkeypatch.setattr(services, "PAUSE_SECONDS", 0.0)
-    assert services._check_named_broker(asked(tmp_path), there=True, fit=True) == []
+    monkeypatch.setattr(ensure_workers, "PAUSE_SECONDS", 0.0)
+    assert ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True) == []
     assert len(looks) == 3
     assert capsys.readouterr().err.splitlines() == [
         "Waiting up to 60 s for services that may be starting.",
@@ -307,7 +307,7 @@ def test_on_a_named_broker_without_workers_nobody_is_waited_for(
     mine, sleep = threading.current_thread(), time.sleep  # what other threads do is no concern of this command
     seen = lambda seconds: calls.append("sleep") if threading.current_thread() is mine else sleep(seconds)  # noqa: E731
     monkeypatch.setattr(time, "sleep", seen)
-    told = services.ready_workers("mine", question, separate=False, there=False, fit=False)
+    told = ensure_workers.ready_workers("mine", question, separate=False, there=False, fit=False)
     settings.cache_clear()
     assert sorted(calls) == ["fit", "served"]
     assert [line.partition(".")[0] for line in told] == [
@@ -338,7 +338,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
     question = replace(question, config={**question.config, **changes})
     embedded.write_state(settings(), stopping=False, separate=False)
     monkeypatch.chdir(tmp_path)
-    found = list(services._list_unfit(question))
+    found = list(ensure_workers._list_unfit(question))
     assert found == [f"The embedded stack was started with another {name} than this command's." for name in elsewhere]
 
 
@@ -349,7 +349,7 @@ def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitt
     slow = requirements.Fitness("host:7", QUEUES, found)
     monkeypatch.setattr(requirements, "ask_workers", lambda *question, **more: [slow])
     monkeypatch.setattr(presence, "count_workers_by_queue", lambda: dict.fromkeys(QUEUES, 1))
-    told = services._check_named_broker(asked(tmp_path), there=False, fit=True)
+    told = ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=True)
     assert [line for line in told if "(pid 7) has not said whether it can run this" in line] == told[-1:] * (not found)
 
 
@@ -358,10 +358,10 @@ def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_lo
 ) -> None:
     renewed = list[object]()
     monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
-    monkeypatch.setattr(services, "_list_unfit", lambda question: iter(["It lacks a module."]))
+    monkeypatch.setattr(ensure_workers, "_list_unfit", lambda question: iter(["It lacks a module."]))
     monkeypatch.setattr(requirements, "list_lacks", lambda *question: (start(own_database, submission("came")), [])[1])
     with pytest.raises(WorkerError, match="came at work in the embedded stack"):
-        services._renew_embedded(asked(tmp_path), False, "mine")
+        ensure_workers._renew_embedded(asked(tmp_path), False, "mine")
     assert not renewed
 
 

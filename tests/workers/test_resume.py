@@ -14,9 +14,9 @@ import pytest
 from celery.exceptions import Ignore, Reject
 
 from agentrl.workers.jobs.episode_loop import GroupRollout
-from agentrl.workers.jobs.rollout_job import _run_guarded
-from agentrl.workers.jobs.rollout_job import rollout as rollout_job
-from agentrl.workers.jobs.tools_job import call as call_job
+from agentrl.workers.jobs.rollout import _run_guarded
+from agentrl.workers.jobs.rollout import rollout as rollout_job
+from agentrl.workers.jobs.tool_call import call as call_job
 from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping

@@ -15,7 +15,7 @@ from sqlalchemy import text
 from agentrl.cli.main import main
 from agentrl.cli.verify import _check_tools
 from agentrl.workers.jobs.interpreters import RERUN_NOTE, Sessions
-from agentrl.workers.jobs.tools_job import _failure_result
+from agentrl.workers.jobs.tool_call import _failure_result
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workflow.config import build

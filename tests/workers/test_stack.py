@@ -239,7 +239,7 @@ def test_a_control_loop_stops_though_the_signal_comes_while_it_goes_to_sleep(hom
 
 STOPPED = """
 import os, signal
-from agentrl.workers.jobs import rollout_job
+from agentrl.workers.jobs import rollout
 from agentrl.workers.stack import worker
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import stopping
@@ -248,7 +248,7 @@ def claim_group(*arguments):  # the signal has come, and the worker's own thread
     stopping.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
-rollout_job.store.claim_group = claim_group
+rollout.store.claim_group = claim_group
 worker.run(["rollout"])
 """
 

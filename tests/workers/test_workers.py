@@ -24,8 +24,8 @@ from agentrl.workers.jobs import pending_calls
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.model_slot import Models
 from agentrl.workers.jobs.pending_calls import RESENDS
-from agentrl.workers.jobs.rollout_job import _run_guarded
-from agentrl.workers.jobs.tools_job import call, run_tool
+from agentrl.workers.jobs.rollout import _run_guarded
+from agentrl.workers.jobs.tool_call import call, run_tool
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import worker_name
@@ -38,7 +38,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.runtime.patience import waiting
+from agentrl.workflow.runtime.wait_budget import waiting
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import steps, tool_calls
 from agentrl.workflow.store.connect import Database
@@ -164,7 +164,7 @@ def _calling(function: Callable[..., Any]) -> "subprocess.Popen[str]":
 def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_of_a_calls_time_either() -> None:
     script = (
         "import os, signal\n"
-        "from agentrl.workflow.runtime.patience import Patience\n"
+        "from agentrl.workflow.runtime.wait_budget import Patience\n"
         "patience = Patience()\n"
         "print('begun', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSTOP)\n"

@@ -20,7 +20,7 @@ from agentrl.workers.agents import agent_bridge, relay
 from agentrl.workers.agents.guardian import Order
 from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import LLM, AgentTask
-from agentrl.workflow.agents.held import FUNCTION, check_held, command_of, folders_of, may_read
+from agentrl.workflow.agents.agent_limits import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
 from agentrl.workflow.sandbox import uid_pool

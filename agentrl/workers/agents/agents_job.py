@@ -25,8 +25,8 @@ from agentrl.workflow.agents import LLM, AgentTask, keys
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.runtime.faults import faultpoint
-from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.runtime.log_fields import log_fields
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_attempts
 from agentrl.workflow.store.agent_attempts import AgentEnd, AgentWork

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 
 MOST_CONNECTIONS = 64
 """Open connections of one agent."""

@@ -25,7 +25,7 @@ from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.agent_draft import AgentDraft, Lines, continuing, opening
 from agentrl.workflow.store.agent_steps import RequestMark
-from agentrl.workflow.store.row_values import pack
+from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"

@@ -21,7 +21,6 @@ from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
-from agentrl.workflow.chains import EQUAL
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
 from agentrl.workflow.dialects import Ask, RequestError
@@ -40,6 +39,7 @@ from agentrl.workflow.store.agent_steps import CallStep, RequestMark
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
 from agentrl.workflow.store.steps import CallRecord, SampledStep
+from agentrl.workflow.token_chains import EQUAL
 from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, PolicyRef, Step, StopReason, ToolCall, ToolResult
 
 log = getLogger("agentrl.agent_rollout")

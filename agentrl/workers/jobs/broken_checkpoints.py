@@ -1,4 +1,4 @@
-"""Reports of checkpoints that cannot be read, in the run's rows; the run's train job then rebuilds them (`train_job`)."""
+"""Reports of checkpoints that cannot be read, in the run's rows; the run's train job then rebuilds them (`train`)."""
 
 from logging import getLogger
 from typing import TYPE_CHECKING

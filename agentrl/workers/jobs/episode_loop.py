@@ -19,7 +19,7 @@ from agentrl.workflow.engines import Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.inference.turns import Draft, draft_turn
+from agentrl.workflow.inference.prompt_draft import Draft, draft_turn
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database

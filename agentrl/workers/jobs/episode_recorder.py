@@ -16,7 +16,7 @@ from agentrl.workflow.envs import Env, gives_rewards, optional_rewards
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
-from agentrl.workflow.store import agent_steps, episode_annotations, steps, waiting_runs
+from agentrl.workflow.store import agent_steps, blocked_runs, episode_annotations, steps
 from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.connect import Database
@@ -164,12 +164,12 @@ class EpisodeRecorder:
     def report_wait(self, what: str) -> None:
         """Records an event on what the calls wait for; the next observation or end records that they go on."""
         self._says_waiting = True
-        waiting_runs.wait_for(self.db, self.work.run_id, what)
+        blocked_runs.wait_for(self.db, self.work.run_id, what)
 
     def _report_going_on(self) -> None:
         if self._says_waiting:
             self._says_waiting = False
-            waiting_runs.wait_no_more(self.db, self.work.run_id)
+            blocked_runs.wait_no_more(self.db, self.work.run_id)
 
     def _add_step(self, number: int, step: Step) -> None:
         """Adds the step that was just committed, and calls the hooks if it has nothing to observe here."""

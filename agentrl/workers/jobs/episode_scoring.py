@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from agentrl.workflow.chains import as_read
 from agentrl.workflow.envs import Env, optional_rewards, score_episode
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook, parts_told
 from agentrl.workflow.rewards import Judge, Part, assign_rewards, check_parts, numbers, spread, total_reward, verdicts
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.token_chains import as_read
 from agentrl.workflow.trajectory import Episode, ToolResult
 
 

@@ -17,7 +17,7 @@ from logging import getLogger
 from agentrl.workers.stack.process import stopping, worker_name
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
-from agentrl.workflow.runtime.patience import Patience
+from agentrl.workflow.runtime.wait_budget import Patience
 from agentrl.workflow.sandbox import Session
 from agentrl.workflow.store import tool_calls, tool_sessions
 from agentrl.workflow.store.connect import Database

@@ -9,7 +9,7 @@ from agentrl.workers.stack.process import database, heartbeat, shared, threaded,
 from agentrl.workflow.errors import DeviceLost
 from agentrl.workflow.models.device_errors import as_device_lost
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store.lost_devices import hand_back_claims
+from agentrl.workflow.store.leases import hand_back_claims
 
 log = getLogger("agentrl.device")
 _ending = threading.Lock()

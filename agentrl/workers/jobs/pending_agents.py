@@ -13,7 +13,7 @@ from agentrl.workers.jobs.inbox import Event, Inbox
 from agentrl.workers.stack.dispatch import send_agent
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.errors import ServiceError
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
 from agentrl.workflow.store.agent_holds import AgentState

@@ -12,7 +12,7 @@ from agentrl.workers.jobs.inbox import Inbox, put_reply
 from agentrl.workers.stack.dispatch import send_call
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.errors import InfraError, ServiceError
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database

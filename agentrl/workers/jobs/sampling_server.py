@@ -27,7 +27,7 @@ from agentrl.workflow.annotations import Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, chat_completions
 from agentrl.workflow.errors import ConflictError, ServiceError, StateError, locate_error
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
 from agentrl.workflow.store.connect import Database

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.agents.classes import by_name, is_class_agent, wants, ways_of
-from agentrl.workflow.agents.held import check_held
 from agentrl.workflow.config import CLIENTS, RunConfig
 from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import ConfigError, DatasetError

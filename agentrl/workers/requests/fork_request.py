@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
-from agentrl.workers.requests.submission import PreparedRun, manifest, submission_of
+from agentrl.workers.requests.submit import PreparedRun, manifest, submission_of
 from agentrl.workflow.agent import QUESTION
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ModelError, StateError

@@ -23,7 +23,7 @@ from agentrl import __version__
 from agentrl.workers.requests.agent_request import check_function
 from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
-from agentrl.workflow.agents.held import check_held
+from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import PROGRAM, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
@@ -342,7 +342,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_output_dir(output_dir: str) -> None:
-    from agentrl.workers.requests.submission import check_place
+    from agentrl.workers.requests.submit import check_place
 
     check_place(output_dir)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workers.requests.eval_config import LOOP_KEYS, SINGLE_PASS, sampling_values
-from agentrl.workers.requests.submission import manifest
+from agentrl.workers.requests.submit import manifest
 from agentrl.workflow.config import CLIENTS, RunConfig, build
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store import planning

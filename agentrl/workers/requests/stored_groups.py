@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl.workers.requests.eval_config import SINGLE_PASS, TRAINING_KEYS, sampling_values
-from agentrl.workers.requests.submission import (
+from agentrl.workers.requests.submit import (
     PreparedRun,
     list_remarks,
     manifest,

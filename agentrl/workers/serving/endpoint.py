@@ -25,7 +25,7 @@ from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopbac
 from agentrl.workers.stack.readiness import readiness
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads, endpoint_reads
+from agentrl.workflow.store import endpoint_reads, leases
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 
@@ -91,7 +91,7 @@ async def publish(database: Database, url: str, lease: float) -> None:
     """Keeps the URL in the rows."""
     while True:
         try:
-            await asyncio.to_thread(control_reads.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
+            await asyncio.to_thread(leases.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
             readiness().confirm()
         except ServiceError as error:
             readiness().lose(error.message)

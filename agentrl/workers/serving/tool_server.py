@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect
 
 from agentrl import __version__
-from agentrl.workers.jobs.tools_job import GRACE_SECONDS, run_cell, run_tool
+from agentrl.workers.jobs.tool_call import GRACE_SECONDS, run_cell, run_tool
 from agentrl.workers.requests.tool_selection import Description
 from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.agent import refusal

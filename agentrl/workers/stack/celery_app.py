@@ -19,7 +19,7 @@ from kombu.transport import TRANSPORT_ALIASES
 
 from agentrl.workers.stack.broker import SOCKET_SCHEME, broker_url, is_in_memory
 from agentrl.workflow.errors import ConfigError, ServiceError
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import Settings, settings
 
 QUEUES = ("rollout", "tools", "train")

@@ -15,7 +15,7 @@ from agentrl.workflow.control.scheduler import Dispatch, SendRollouts, SendTrain
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import control_reads, leases
 
 log = getLogger("agentrl.control")
 
@@ -42,7 +42,7 @@ def run() -> None:
 def tick() -> int | None:
     """Sends the missing messages and returns how many it sent; None while another control loop does it."""
     where, db = settings(), database()
-    if not control_reads.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
+    if not leases.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return None
     return send_missing()
 

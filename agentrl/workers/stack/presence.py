@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from agentrl.workers.stack.celery_app import QUEUES, app
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import control_reads
+from agentrl.workflow.store import leases
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import ENDPOINT
 
@@ -43,13 +43,13 @@ def missing_worker_hints(queues: Iterable[str]) -> list[str]:
 
 def missing_control_hints(db: Database) -> list[str]:
     """A hint if no control loop runs; else empty."""
-    there = control_reads.service_holder(db, "control") is not None
+    there = leases.service_holder(db, "control") is not None
     return [] if there else [f"No control loop runs. Start one: {start_command('control')}"]
 
 
 def find_endpoint_url(db: Database) -> str | None:
     """Where agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or what a running one says; None if none runs."""
-    return settings().endpoint_url.rstrip("/") or control_reads.service_holder(db, ENDPOINT)
+    return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 
 def missing_endpoint_hints(db: Database) -> list[str]:

@@ -13,7 +13,7 @@ from uuid import uuid4
 from agentrl.workers.stack.heartbeat import Heartbeat
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ServiceError
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database

@@ -11,7 +11,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 
 log = getLogger("agentrl.ready")

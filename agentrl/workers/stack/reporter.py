@@ -22,7 +22,7 @@ from agentrl.workflow.installation import install_command
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.shown_text import one_line
 from agentrl.workflow.settings import PAGE_HOST, PAGE_PORT, settings
-from agentrl.workflow.store import control_reads, run_reports
+from agentrl.workflow.store import leases, run_reports
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves, episode_rows
 from agentrl.workflow.store.reads.paging import Paging
@@ -122,7 +122,7 @@ class Reporter:
     def _limited(self) -> Iterator[None]:
         """Let SIGALRM end the process if the tracker takes too long; it acts on code that never returns to Python, too."""
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
-        if not control_reads.take_service_lease(self.db, lease, self.claim, seconds):
+        if not leases.take_service_lease(self.db, lease, self.claim, seconds):
             raise ServiceError("Another process writes this report.", f"agentrl report {self.run.name}")
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         try:

@@ -29,7 +29,7 @@ from agentrl.workers.stack.worker import FOR_AGENTS, SUPERVISOR, run_together, s
 from agentrl.workflow.errors import DeviceLost, ServiceError
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store import control_reads, endpoint_reads
-from agentrl.workflow.store.lost_workers import OOM_HINT, record_loss, record_oom
+from agentrl.workflow.store.leases import OOM_HINT, record_loss, record_oom
 
 log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")

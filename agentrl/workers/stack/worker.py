@@ -33,9 +33,9 @@ WITHOUT_AGENTS = ROLES[:4]
 FOR_AGENTS = ("endpoint", "agents")
 """The roles that a run with an agent needs too."""
 MODULES = {
-    "rollout": "agentrl.workers.jobs.rollout_job",
-    "tools": "agentrl.workers.jobs.tools_job",
-    "train": "agentrl.workers.jobs.train_job",
+    "rollout": "agentrl.workers.jobs.rollout",
+    "tools": "agentrl.workers.jobs.tool_call",
+    "train": "agentrl.workers.jobs.train",
     "control": "agentrl.workers.stack.control_loop",
     "agents": "agentrl.workers.agents.agents_job",
     "endpoint": "agentrl.workers.serving.endpoint",

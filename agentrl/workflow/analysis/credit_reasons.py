@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentrl.workflow.algorithms import ROUNDING
-from agentrl.workflow.chains import as_read, chains_of, reasons_not_to_train
+from agentrl.workflow.token_chains import as_read, chains_of, reasons_not_to_train
 from agentrl.workflow.trajectory import Episode
 
 VERL_EPSILON, TRL_EPSILON, WHITEN_EPSILON = 1e-6, 1e-4, 1e-8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from agentrl.workflow.chains import chains_of
+from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import Episode, Step, StopReason
 
 SCALAR = "reward"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agentrl.workflow.chains import chains_of
+from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
 ELSEWHERE = "it trains in the chain that sampled it"

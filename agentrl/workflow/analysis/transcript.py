@@ -8,8 +8,8 @@ from math import isnan
 from typing import Any
 
 from agentrl.workflow.annotations import Annotation
-from agentrl.workflow.chains import UNREAD, chains_of, reasons_not_to_train
 from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
+from agentrl.workflow.token_chains import UNREAD, chains_of, reasons_not_to_train
 from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
 from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
-from agentrl.workflow.chains import chains_of, context_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.errors import ModelError
@@ -54,6 +53,7 @@ from agentrl.workflow.inference.sampling import (
 from agentrl.workflow.models.logprobs import kept_logits
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find, names
+from agentrl.workflow.token_chains import chains_of, context_of
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, Step
 

@@ -29,7 +29,7 @@ from agentrl.workflow.datasets.jsonl import add_problem
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.judging.assertions import all_cases, check_names, parse_source, read_asserts
 from agentrl.workflow.judging.constants import Constants
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.trajectory import Message, Task
 
 ENV = "code"

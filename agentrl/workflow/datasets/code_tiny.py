@@ -15,7 +15,7 @@ from itertools import islice, product
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.datasets.code import code_metadata
 from agentrl.workflow.errors import DatasetError
-from agentrl.workflow.sandbox.cases import Case
+from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.trajectory import Message, Task, ToolCall
 
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}

@@ -1,10 +1,10 @@
-"""agentrl's own engine, for every transformers model: see `inference.rolling_engine`."""
+"""agentrl's own engine, for every transformers model: see `inference.sampler`."""
 
 from agentrl.workflow.engines import Backend
 
 rolling = Backend(
     name="rolling",
-    start="agentrl.workflow.inference.rolling_engine:start",
+    start="agentrl.workflow.inference.sampler:start",
     keyed=True,
     logprobs=True,
     weights=frozenset({"lora", "full"}),

@@ -43,12 +43,12 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Literal
 
-from agentrl.workflow.chains import as_read
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, InfraError, RewardError
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.plugins import find, hashed_source
 from agentrl.workflow.rewards import Part, Value, check_parts, code_hash, numbers, score, spread
+from agentrl.workflow.token_chains import as_read
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import CodeTool, keeps_session
 from agentrl.workflow.trajectory import Episode, Message, Task

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx2
 
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError, ServiceError
-from agentrl.workflow.inference.responses import Shape, read
+from agentrl.workflow.inference.server_responses import Shape, read
 from agentrl.workflow.settings import Settings
 
 Who = Literal["engine", "critic"]

@@ -15,7 +15,7 @@ from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
-from agentrl.workflow.inference.responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, Tokens
+from agentrl.workflow.inference.server_responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, Tokens
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason

@@ -22,9 +22,9 @@ from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.prompt_draft import draft_turn
 from agentrl.workflow.inference.sampling import scale_logits
 from agentrl.workflow.inference.streaming import Stream
-from agentrl.workflow.inference.turns import draft_turn
 from agentrl.workflow.models.critic import FILE, load_critic, make_critic
 from agentrl.workflow.models.lookup import TINY_DATASET, local_folder, resolve_model
 from agentrl.workflow.models.policy import Policy

@@ -26,7 +26,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, Model
 from agentrl.workflow.inference import exported_adapters
 from agentrl.workflow.inference.http import Connection, RequestRefused
 from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
-from agentrl.workflow.inference.responses import Card, Cards, Choice, Completions, Logprobs
+from agentrl.workflow.inference.server_responses import Card, Cards, Choice, Completions, Logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason, PolicyRef

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.workflow.judging.constants import Constants
-from agentrl.workflow.sandbox.cases import Case
-from agentrl.workflow.sandbox.checks import bound_names
+from agentrl.workflow.sandbox.function_tests import Case
+from agentrl.workflow.sandbox.program_tests import bound_names
 
 
 def parse_source(source: str) -> ast.Module:

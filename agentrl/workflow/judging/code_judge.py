@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.runtime.warm_processes import Warm
-from agentrl.workflow.sandbox import Limits, Result, Session, cases, checks, exact_json
+from agentrl.workflow.sandbox import Limits, Result, Session, exact_json, function_tests, program_tests
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
@@ -115,7 +115,7 @@ def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: L
 
 def _open_session() -> Session:
     session = sandbox().session(LIMITS)
-    for module in (cases, checks):
+    for module in (function_tests, program_tests):
         result = session.run(_source(module))
         if result.status != "ok":
             session.close()

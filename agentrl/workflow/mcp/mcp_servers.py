@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.workflow.config import ServedTool
 from agentrl.workflow.errors import ConfigError, InfraError, ToolFailure, UnknownOutcome
 from agentrl.workflow.installation import install_command
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 
 if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters

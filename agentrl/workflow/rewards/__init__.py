@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
-from agentrl.workflow.chains import as_read
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, RewardError, SandboxUnavailable
 from agentrl.workflow.plugins import find, hashed_source
+from agentrl.workflow.token_chains import as_read
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import Episode, ToolResult
 

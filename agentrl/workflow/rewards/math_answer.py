@@ -23,7 +23,7 @@ from agentrl.workflow.installation import install_command
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
 from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.sandbox import Limits, Session, exact_json
 from agentrl.workflow.tools.python import SANDBOX, sandbox

@@ -20,10 +20,10 @@ from typing import Any
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.sandbox import Limits, Result, Session, exact_json
-from agentrl.workflow.sandbox.cases import args_of
-from agentrl.workflow.sandbox.checks import CALLER, WITH_SOURCE
+from agentrl.workflow.sandbox.function_tests import args_of
+from agentrl.workflow.sandbox.program_tests import CALLER, WITH_SOURCE
 from agentrl.workflow.tools.python import SANDBOX, sandbox, system_failed
 from agentrl.workflow.trajectory import Episode, Exit, Task, ToolResult
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Generic, Protocol, TypeVar
 
-from agentrl.workflow.runtime.lazy import Once
-from agentrl.workflow.runtime.patience import waiting
+from agentrl.workflow.runtime.once_per_process import Once
+from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class Lasting(Protocol):

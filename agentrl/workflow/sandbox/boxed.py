@@ -16,7 +16,7 @@ from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, spawn
 from agentrl.workflow.sandbox.boxed_session import open_session
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Launch
-from agentrl.workflow.sandbox.programs import Program, Zygote, run_cold
+from agentrl.workflow.sandbox.run_program import Program, Zygote, run_cold
 from agentrl.workflow.sandbox.session import CellSession
 
 log = getLogger("agentrl.sandbox")

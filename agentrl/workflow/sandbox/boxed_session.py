@@ -12,7 +12,7 @@ from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, drain, explain_error, watch
-from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from agentrl.workflow.sandbox.run_program import ADDRESS_BYTES, whole_seconds
 from agentrl.workflow.sandbox.session import ANSWER_SECONDS, BrokenLine, CellSession
 
 CREDENTIALS = 12  # a struct ucred: process, user, group

@@ -22,9 +22,9 @@ from agentrl.workflow.sandbox.container import KIND, START_SECONDS, Container
 from agentrl.workflow.sandbox.container_session import open_session
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.limits_watch import decode_output, status
-from agentrl.workflow.sandbox.programs import ADDRESS_BYTES, whole_seconds
+from agentrl.workflow.sandbox.run_program import ADDRESS_BYTES, whole_seconds
+from agentrl.workflow.sandbox.self_test import holds
 from agentrl.workflow.sandbox.session import CellSession
-from agentrl.workflow.sandbox.trial import holds
 from agentrl.workflow.settings import Settings
 
 PROCESS_RLIMIT = 1 << 20

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentrl.workflow.runtime.patience import waiting
+from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class FairSemaphore:

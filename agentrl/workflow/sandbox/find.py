@@ -14,7 +14,7 @@ from agentrl.workflow.errors import SandboxUnavailable
 from agentrl.workflow.sandbox import Sandbox, cgroups, docker, landlock, spawn, uid_pool, unsafe
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.bwrap import Profile
-from agentrl.workflow.sandbox.trial import holds, interpreters
+from agentrl.workflow.sandbox.self_test import holds, interpreters
 from agentrl.workflow.settings import Settings
 
 PREFERRED_KINDS = ("bwrap", "landlock")

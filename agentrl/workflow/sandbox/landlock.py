@@ -39,7 +39,7 @@ from agentrl.workflow.sandbox import Limits, cgroups, keeper, payload, seccomp, 
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.cgroups import Cgroup, Events
 from agentrl.workflow.sandbox.launch import Inside, Launch
-from agentrl.workflow.sandbox.trial import holds, interpreters
+from agentrl.workflow.sandbox.self_test import holds, interpreters
 from agentrl.workflow.sandbox.uid_pool import UidLease
 from agentrl.workflow.settings import Settings
 

@@ -22,7 +22,7 @@ from agentrl.workflow.sandbox.cgroups import Events
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.freeze import SettleError
 from agentrl.workflow.sandbox.limits_watch import Use, decode_output, status
-from agentrl.workflow.sandbox.programs import whole_seconds
+from agentrl.workflow.sandbox.run_program import whole_seconds
 
 MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
 """A value is ASCII, and a line writes its quotation marks and backslashes as two."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.workflow.config import SearchConfig
 from agentrl.workflow.inference.http import Connection
-from agentrl.workflow.inference.responses import ChatReply
+from agentrl.workflow.inference.server_responses import ChatReply
 from agentrl.workflow.settings import Settings
 
 AT_ONCE = 8

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select, update
 
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.store.connect import transaction
-from agentrl.workflow.store.rows import clean_tree, message_value
+from agentrl.workflow.store.episode_loader import clean_tree, message_value
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms

@@ -15,10 +15,10 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, select, update
 
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import clean_tree
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
-from agentrl.workflow.store.row_values import prompt_rows
-from agentrl.workflow.store.rows import clean_tree
+from agentrl.workflow.store.row_codecs import prompt_rows
 from agentrl.workflow.store.steps import (
     COUNT_STEP,
     MARK_OBSERVED,

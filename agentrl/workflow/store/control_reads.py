@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select
 
 from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
-from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
+from agentrl.workflow.store.blocked_runs import awaits_maker
+from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.planning import IS_AT_WORK, is_broken, newest_version
 from agentrl.workflow.store.run_names import run_row
-from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import CLOCK_JUMP_LEASES, is_lease_free, now_ms
+from agentrl.workflow.tables.columns import CLOCK_JUMP_LEASES, now_ms
 from agentrl.workflow.trajectory import OPEN
 
 Row = Mapping[str, Any]
@@ -119,41 +119,3 @@ def some_run_overlaps(database: Database) -> bool:
     with database.read() as tx:
         configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK)).scalars()
         return any(staleness_of(config) for config in configs)
-
-
-@transaction
-def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Takes or renews the lease of a service that must run once; returns False while another holds it."""
-    leases = schema.service_leases
-    until = now_ms() + int(seconds * 1000)
-    made = tx.execute(
-        insert(tx, leases)
-        .values(name=name, holder=holder, lease_until=until)
-        .on_conflict_do_nothing(index_elements=["name"])
-        .returning(leases.c.name)
-    ).scalar_one_or_none()
-    if made:
-        return True
-    renewed = tx.execute(
-        update(leases)
-        .where(leases.c.name == name, (leases.c.holder == holder) | is_lease_free(leases.c.lease_until, seconds))
-        .values(holder=holder, lease_until=until)
-    )
-    return bool(renewed.rowcount)
-
-
-@transaction
-def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
-    """Says where a service is to be found that may run more than once: the latest that says so counts."""
-    values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
-    made = insert(tx, schema.service_leases).values(name=name, **values)
-    tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
-
-
-@read_transaction
-def service_holder(tx: Connection, name: str) -> str | None:
-    """The present holder of the service's lease, or None."""
-    leases = schema.service_leases
-    return tx.execute(
-        select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
-    ).scalar_one_or_none()

@@ -9,7 +9,7 @@ from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation
 from agentrl.workflow.errors import ConflictError, StateError
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
-from agentrl.workflow.store.row_values import annotation_value, clean_tree
+from agentrl.workflow.store.row_codecs import annotation_value, clean_tree
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN, storable
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, func, select
 
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.rows import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
+from agentrl.workflow.store.episode_loader import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
 from agentrl.workflow.store.run_resources import copy_links
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN, Episode, Message

@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, func, select
 
-from agentrl.workflow.stats.selection import Candidate
+from agentrl.workflow.stats.best_episodes import Candidate
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.rows import load_episodes, split_in_parts, task_value
+from agentrl.workflow.store.episode_loader import load_episodes, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 

@@ -17,9 +17,9 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
 from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
-from agentrl.workflow.store.rows import clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.run_format import RUN_FORMAT, check_format
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
@@ -516,3 +516,15 @@ def open_iterations(tx: Connection, run_id: int) -> list[int]:
     """The run's iterations that are not over, in their order."""
     query = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))
     return list(tx.execute(query.order_by(schema.iterations.c.number)).scalars())
+
+
+def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
+    """Set the run's status and its reason, if its present status is one of `leaving`."""
+    over = datetime.now(UTC) if status in ("done", "failed") else None
+    changed = tx.execute(
+        update(schema.runs)
+        .where(schema.runs.c.id == run_id, schema.runs.c.status.in_(leaving))
+        .values(status=status, reason=storable(reason), finished_at=over)
+    )
+    if changed.rowcount:
+        log(tx, run_id, status, detail=reason)

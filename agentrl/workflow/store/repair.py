@@ -12,10 +12,10 @@ from sqlalchemy import Connection, Select, func, select, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.store.connect import read_transaction, transaction
-from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.planning import log, newest_version, select_sampled_policies
 from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable

@@ -10,8 +10,8 @@ from agentrl.workflow.errors import ConflictError
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import annotations_of
+from agentrl.workflow.store.episode_loader import load_episodes, reward_rows, task_value
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.rows import load_episodes, reward_rows, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 

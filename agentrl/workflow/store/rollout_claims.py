@@ -15,13 +15,13 @@ from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bi
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.stats.group_variance import mean_and_deviation
+from agentrl.workflow.store.blocked_runs import awaits_maker
 from agentrl.workflow.store.connect import read_transaction, transaction
-from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
+from agentrl.workflow.store.episode_loader import load_episodes, message_value, reward_rows, task_value
+from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
-from agentrl.workflow.store.rows import load_episodes, message_value, reward_rows, task_value
 from agentrl.workflow.store.run_resources import resources_of_group
-from agentrl.workflow.store.waiting_runs import awaits_maker
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable

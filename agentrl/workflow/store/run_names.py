@@ -7,7 +7,7 @@ from typing import Any, Literal
 from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
 from agentrl.workflow.store.driver_reader import Queryable, Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.epoch_ends import Epoch, version_after
-from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.trajectory import PolicyRef
 
 Version = int | Literal["best"] | Epoch | None

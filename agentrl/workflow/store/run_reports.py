@@ -126,7 +126,7 @@ def release_report(tx: Connection, lease: str, holder: str) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """The name of the lease (`control_reads.take_service_lease`) of the one process that writes a report."""
+    """The name of the lease (`leases.take_service_lease`) of the one process that writes a report."""
     return f"report {run_id} {tracker}"[:64]
 
 

@@ -12,11 +12,11 @@ from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import task_value
 from agentrl.workflow.store.iterations import Slot, insert_groups
-from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.rows import task_value
+from agentrl.workflow.store.planning import log, set_run_status
 from agentrl.workflow.store.run_resources import Origin, link_resources, resources_of_group, version_of
-from agentrl.workflow.store.train_claims import IterationWork, set_run_status
+from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord, close_iteration
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms

@@ -14,9 +14,9 @@ from sqlalchemy import Connection, bindparam, func, select, update
 
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations, tools_annotations
+from agentrl.workflow.store.episode_loader import clean_tree, message_row, pack
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
-from agentrl.workflow.store.rows import clean_tree, message_row, pack
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import ROOT, Step, ToolCall, ToolResult, storable

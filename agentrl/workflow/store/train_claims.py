@@ -5,19 +5,18 @@ The token counted up at the claim and checked at the commit (`train_commits`) fe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.stats.group_variance import groups_to_plan, varies
 from agentrl.workflow.store.connect import transaction
-from agentrl.workflow.store.groups import load_groups
+from agentrl.workflow.store.episode_loader import members_of
 from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_groups, wanted_groups
-from agentrl.workflow.store.lost_workers import memory_hint, note_takeover
-from agentrl.workflow.store.planning import is_broken, log, newest_version
+from agentrl.workflow.store.leases import memory_hint, note_takeover
+from agentrl.workflow.store.planning import is_broken, log, newest_version, set_run_status
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
-from agentrl.workflow.store.rows import members_of
+from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable
@@ -250,15 +249,3 @@ def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: i
     log(tx, work.run_id, "update_failed", f"iteration {work.iteration}", storable(error))
     if failed >= max_attempts:
         set_run_status(tx, work.run_id, "failed", f"iteration {work.iteration}: {error}")
-
-
-def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
-    """The run's new status with its reason, if it is in one of those that it may leave."""
-    over = datetime.now(UTC) if status in ("done", "failed") else None
-    changed = tx.execute(
-        update(schema.runs)
-        .where(schema.runs.c.id == run_id, schema.runs.c.status.in_(leaving))
-        .values(status=status, reason=storable(reason), finished_at=over)
-    )
-    if changed.rowcount:
-        log(tx, run_id, status, detail=reason)

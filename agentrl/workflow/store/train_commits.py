@@ -15,11 +15,11 @@ from sqlalchemy import Connection, func, select, update
 from agentrl.workflow.errors import Fenced, ModelError
 from agentrl.workflow.stats.evaluation import Score
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import members_of
 from agentrl.workflow.store.evals import plan_eval, select_open_evals
 from agentrl.workflow.store.iterations import insert_iteration, staleness_of
-from agentrl.workflow.store.planning import resume_evals, select_sampled_paths
-from agentrl.workflow.store.rows import members_of
-from agentrl.workflow.store.train_claims import IterationWork, set_run_status
+from agentrl.workflow.store.planning import resume_evals, select_sampled_paths, set_run_status
+from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import OPEN

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from agentrl.workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.sandbox import MIB, Limits, Result, Sandbox, Session
 from agentrl.workflow.sandbox.find import find_sandbox
 from agentrl.workflow.settings import settings

@@ -21,7 +21,7 @@ import httpx2
 from pydantic import Field
 
 from agentrl.workflow.errors import ConfigError, ServiceError, ToolFailure
-from agentrl.workflow.runtime.lazy import Once
+from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.time_limit import within
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.tools import Tool

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.workflow.training.batch import PAD_ID, Row
+from agentrl.workflow.training.training_rows import PAD_ID, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from agentrl.workflow.models.device_errors import translate_device_lost
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.logprobs import keeps_apart
 from agentrl.workflow.models.lookup import refuse_existing
-from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.offline_checkpoint import open_resumable
 from agentrl.workflow.training.offline_training import (
     SILENT,
@@ -44,6 +43,7 @@ from agentrl.workflow.training.offline_training import (
 )
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.optimizer import check_optimizer
+from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode
 
 Reference = Literal["start", "sampler"]

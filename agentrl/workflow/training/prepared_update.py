@@ -13,11 +13,11 @@ from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training.advantages import Credit, Credited
-from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.losses import KL, Normaliser
 from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, mismatch_reasons, select_groups
 from agentrl.workflow.training.row_scorer import RowScorer
 from agentrl.workflow.training.token_layout import TokenLayout, pad
+from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})

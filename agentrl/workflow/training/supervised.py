@@ -28,7 +28,6 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.models.tiny import tiny_model, tiny_tokenizer
 from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO
-from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.training.offline_checkpoint import open_resumable, rendering_clock
 from agentrl.workflow.training.offline_training import (
@@ -49,6 +48,7 @@ from agentrl.workflow.training.offline_training import (
     training_key,
 )
 from agentrl.workflow.training.optimizer import check_optimizer
+from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode, Message, Task
 
 Segments = list[tuple[tuple[int, ...], bool]]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.workflow.chains import as_read, chains_of, reasons_not_to_train
 from agentrl.workflow.errors import RewardError, StateError
+from agentrl.workflow.token_chains import as_read, chains_of, reasons_not_to_train
 from agentrl.workflow.training.advantages import Earned
-from agentrl.workflow.training.batch import Row, rows_of
+from agentrl.workflow.training.training_rows import Row, rows_of
 from agentrl.workflow.trajectory import Episode, Group
 
 

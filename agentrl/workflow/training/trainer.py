@@ -29,7 +29,6 @@ from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
-from agentrl.workflow.training.batch import Row
 from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
 from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state, take_step
@@ -37,6 +36,7 @@ from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate,
 from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up, combine_metrics
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
 from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
+from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
 

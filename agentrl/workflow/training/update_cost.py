@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.workflow.models.logprobs import causal_model
-from agentrl.workflow.training.batch import Row
+from agentrl.workflow.training.training_rows import Row
 
 PEAK_TFLOPS = {
     "A100": 312.0, "A40": 149.7, "A10": 125.0, "H100 PCIe": 756.5, "H100 80GB HBM3": 989.5, "H200": 989.5,

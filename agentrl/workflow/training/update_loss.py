@@ -9,7 +9,6 @@ from agentrl.workflow.algorithms import find_gradient, settle_options
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.logprobs import Scores
 from agentrl.workflow.plugins import find
-from agentrl.workflow.training.batch import Microbatch
 from agentrl.workflow.training.losses import (
     LossTerms,
     Normaliser,
@@ -22,6 +21,7 @@ from agentrl.workflow.training.losses import (
     value_loss,
 )
 from agentrl.workflow.training.prepared_update import TokenConstants
+from agentrl.workflow.training.training_rows import Microbatch
 
 LOW_LOG_RATIO, HIGH_LOG_RATIO = math.log(0.9), math.log(1.1)
 """Ratios of trainer to sampler that are outside of [0.9, 1.1] are counted."""

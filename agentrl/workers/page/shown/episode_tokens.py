@@ -8,11 +8,11 @@ from typing import Any
 from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens, find_reader
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
 from agentrl.workflow.analysis.token_strip import ELSEWHERE, Piece, list_pieces, place_chains
-from agentrl.workflow.chains import reasons_not_to_train
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
 from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, StepTokens, load_tokens
 from agentrl.workflow.store.reads.turn_rows import load_steps
+from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
 """As many tokens beside a stretch may hold the rest of a letter: none has more bytes."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import ShownTexts
-from agentrl.workflow.store.row_values import SHARED
+from agentrl.workflow.store.row_codecs import SHARED
 
 Row = Mapping[str, Any]
 MOST_MESSAGES = 200

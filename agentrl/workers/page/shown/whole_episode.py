@@ -8,9 +8,8 @@ from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_texts
 from agentrl.workers.page.shown.shown_messages import MOST_MESSAGES, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.shown_texts import ShownTexts
 from agentrl.workers.page.shown.whole_run import typed_run
-from agentrl.workflow.analysis.fate_sentences import fate_sentence
+from agentrl.workflow.analysis.outcome_text import fate_sentence
 from agentrl.workflow.analysis.token_strip import place_chains
-from agentrl.workflow.chains import reasons_not_to_train
 from agentrl.workflow.store.reads.episode_relations import (
     load_agent,
     load_beside,
@@ -31,6 +30,7 @@ from agentrl.workflow.store.reads.turn_rows import (
     load_step_rewards,
     load_steps,
 )
+from agentrl.workflow.token_chains import reasons_not_to_train
 
 Row = Mapping[str, Any]
 MOST_CALLS = 200

@@ -11,7 +11,7 @@ from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
 from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.step_rows import StepRow
-from agentrl.workflow.store.row_values import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
 from agentrl.workflow.trajectory import Episode, Step
 
 EPISODE_ORDERS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
+from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, Task
 
 IDS_AT_ONCE = 500

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from agentrl.workflow.chains import EQUAL, reasons_not_to_train
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.reads.paging import ViewRow, select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.row_values import MAX_ID, no_episode_error
+from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
+from agentrl.workflow.token_chains import EQUAL, reasons_not_to_train
 
 FATES = (
     "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",

@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID
 
 NEWEST = 50
 """Runs of a list that is looked at."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import select_rows
-from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000

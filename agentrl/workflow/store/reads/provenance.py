@@ -9,9 +9,9 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
+from agentrl.workflow.store.episode_loader import message_value, part_values
 from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, episode_record
 from agentrl.workflow.store.rollout_claims import CLOCK
-from agentrl.workflow.store.rows import message_value, part_values
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Message, PolicyRef, SamplingKey

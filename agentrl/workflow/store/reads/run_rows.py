@@ -20,7 +20,7 @@ from agentrl.workflow.store.reads.paging import (
     select_page,
     select_values,
 )
-from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.trajectory import storable
 

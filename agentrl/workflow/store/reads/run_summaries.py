@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
-from agentrl.workflow.store.lost_workers import LOSS_EVENTS
+from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.reads.label_rows import tags_of
 from agentrl.workflow.store.reads.run_rows import RunRow
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import among, select_rows
 from agentrl.workflow.store.reads.episode_shape import in_parts
-from agentrl.workflow.store.row_values import unpack
+from agentrl.workflow.store.row_codecs import unpack
 
 TOKEN_BYTES = 4
 

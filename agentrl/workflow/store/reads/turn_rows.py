@@ -6,9 +6,9 @@ Texts are cut where they are read; beside each, in NAME_chars, is how many chara
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.workflow.chains import EQUAL
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import in_parts
+from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
 """The most characters that are read of a text: one more than is shown of any."""

@@ -8,9 +8,9 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.errors import CheckpointError, NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.groups import load_groups
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Group, PolicyRef
 

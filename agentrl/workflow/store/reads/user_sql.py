@@ -28,7 +28,7 @@ from agentrl.workflow.sql.readonly import (
     translate_sqlite_errors,
 )
 from agentrl.workflow.store.driver_reader import sqlite_path
-from agentrl.workflow.store.row_values import unpack
+from agentrl.workflow.store.row_codecs import unpack
 from agentrl.workflow.tables.views import VIEWS
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, select, text
 
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.lost_workers import LOSS_EVENTS
+from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.reads.open_work import OPEN_WORK
 from agentrl.workflow.tables.columns import now_ms
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from agentrl.cli.output import say
+from agentrl.cli.console import say
 
 if TYPE_CHECKING:
     from agentrl.workflow.config import RunConfig

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from agentrl.workflow.chains import as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.models.logprobs import Prefixes
+from agentrl.workflow.token_chains import as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.trajectory import Episode, Step
 
 PAD_ID = 0

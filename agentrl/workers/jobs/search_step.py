@@ -19,7 +19,7 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, names_taken
 from agentrl.workflow.search.recorded_critic import RecordedCritic
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import search_rounds, waiting_runs
+from agentrl.workflow.store import blocked_runs, search_rounds
 from agentrl.workflow.store.run_resources import Origin
 from agentrl.workflow.store.search_rounds import PlannedGroup, SearchTasks
 from agentrl.workflow.store.train_claims import IterationWork
@@ -40,10 +40,10 @@ def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
     try:
         found = _go_on(work, tasks)
     except ServiceError as error:
-        waiting_runs.wait_for(database(), work.run_id, str(error))
+        blocked_runs.wait_for(database(), work.run_id, str(error))
         raise
-    if waiting_runs.find_wait_reason(database(), work.run_id):
-        waiting_runs.wait_no_more(database(), work.run_id)
+    if blocked_runs.find_wait_reason(database(), work.run_id):
+        blocked_runs.wait_no_more(database(), work.run_id)
     if is_fenced():
         raise Fenced(f"The search of {work.run} was taken over.")
     faultpoint("search.before")

@@ -36,9 +36,9 @@ from agentrl.workflow.errors import (
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.faults import faultpoint
-from agentrl.workflow.runtime.lazy import Once
 from agentrl.workflow.runtime.log_fields import log_fields
-from agentrl.workflow.runtime.patience import Patience
+from agentrl.workflow.runtime.once_per_process import Once
+from agentrl.workflow.runtime.wait_budget import Patience
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import tool_calls
 from agentrl.workflow.store.connect import Database

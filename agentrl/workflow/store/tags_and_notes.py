@@ -6,7 +6,7 @@ from sqlalchemy import Connection, delete, func, select
 
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.store.connect import insert, transaction
-from agentrl.workflow.store.row_values import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import run_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable

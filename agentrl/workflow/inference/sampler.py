@@ -1,4 +1,4 @@
-"""Our own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.rolling_batch`).
+"""Our own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
 
 Waiting requests join between two tokens, ended ones leave at once. Rows of different weights never share a batch: when the
 request at the head of the queue wants other weights, the batch drains first, and then all requests for those weights join.
@@ -14,8 +14,8 @@ import torch
 
 from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
 from agentrl.workflow.errors import AgentRLError, ModelError
+from agentrl.workflow.inference.decoding_batch import Batch, Turn
 from agentrl.workflow.inference.model_rows import open_rows
-from agentrl.workflow.inference.rolling_batch import Batch, Turn
 from agentrl.workflow.models.device_errors import as_device_lost, classify
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings

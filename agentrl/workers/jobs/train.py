@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from logging import getLogger
 
-from agentrl.workers.jobs import broken_checkpoints, search_job
+from agentrl.workers.jobs import broken_checkpoints, search_step
 from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
@@ -115,7 +115,7 @@ def _update_thread() -> ThreadPoolExecutor:
 
 def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpdate:
     if work.kind == "search":
-        return PublishedUpdate(0, work.id if search_job.advance(work, fenced.is_set) else None)
+        return PublishedUpdate(0, work.id if search_step.advance(work, fenced.is_set) else None)
     if work.kind != "train":
         return _finish_without_update(work)
     update = _rebuild_checkpoint if work.rebuilds else _train_iteration

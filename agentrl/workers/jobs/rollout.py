@@ -37,7 +37,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import repair, train_commits, waiting_runs
+from agentrl.workflow.store import blocked_runs, repair, train_commits
 from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.rollout_claims import Fence, GroupWork
 
@@ -63,8 +63,8 @@ def rollout(groups: list[int]) -> int:
     if not store.are_all_closed(database(), groups):
         raise Ignore()
     for run in {batch[0].run_id for batch in batches}:
-        if waiting_runs.find_wait_reason(database(), run):
-            waiting_runs.wait_no_more(database(), run)
+        if blocked_runs.find_wait_reason(database(), run):
+            blocked_runs.wait_no_more(database(), run)
     return len(groups)
 
 
@@ -194,7 +194,7 @@ def _failure_reason(work: GroupWork, error: AgentRLError) -> str:
 
 def _report_wait(run_id: int, error: ServiceError) -> None:
     try:
-        waiting_runs.wait_for(database(), run_id, str(error))
+        blocked_runs.wait_for(database(), run_id, str(error))
     except ServiceError as away:  # the service that is away is the database itself
         log.warning("the run's events do not say so: %s", away)
 

@@ -1,11 +1,11 @@
-"""Rows to values: whole episodes with their steps. `row_values` converts single rows."""
+"""Rows to values: whole episodes with their steps. `row_codecs` converts single rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from agentrl.workflow.store.row_values import (
+from agentrl.workflow.store.row_codecs import (
     MAX_ID,
     clean_tree,
     episode_value,

@@ -5,7 +5,7 @@ rebuilds.
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
 
 from agentrl.workflow.store.connect import read_transaction, transaction
-from agentrl.workflow.store.lost_workers import LOSS_EVENTS
+from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable

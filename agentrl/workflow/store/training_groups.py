@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from sqlalchemy import Connection, Select, func, select, union_all
 
-from agentrl.workflow.store.rows import load_episodes, members_of, split_in_parts, task_value
+from agentrl.workflow.store.episode_loader import load_episodes, members_of, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import WHOLE, Episode, Group
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.output import say
+from agentrl.cli.console import say
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.requirements import Fitness, Requirements
-    from agentrl.workers.requests.submission import PreparedRun
+    from agentrl.workers.requests.submit import PreparedRun
     from agentrl.workflow.store.planning import Submission, SubmittedRun
 
 UP_SECONDS = 10.0
@@ -42,7 +42,7 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
         WorkerError: a required worker lacks what the run needs.
         ConfigError: a worker that must not do both rolls out and trains; nothing is written.
     """
-    from agentrl.workers.requests import submission as submission
+    from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
 
     db = database()  # before any workers, which could not open it either

@@ -1,6 +1,9 @@
-"""Lost workers, recorded in the runs' events by the process that notices first.
+"""Leases: who holds a service, a group or an iteration, and what happens when a holder is lost.
 
-A supervisor sees how its workers end; elsewhere it is the worker that takes over a claim which was not handed back.
+A holder renews its lease. A claim whose lease ran out belongs to the first worker that claims it again (`rollout_claims`,
+`train_claims`); that worker records the loss of the one before. A supervisor that sees a worker of its own end records the loss
+itself and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which counts as no loss; a run
+fails after `MAX_DEVICE_LOSSES` of these without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -8,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, select, union, update
 
-from agentrl.workflow.store.connect import transaction
-from agentrl.workflow.store.planning import IS_AT_WORK, log
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.planning import IS_AT_WORK, log, set_run_status
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN
 
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
@@ -19,6 +22,49 @@ OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.l
 
 LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
 """Kinds of events that name a worker which is gone: killed for want of memory, ended because its GPU failed, lost otherwise."""
+EXIT_MS = 3000
+"""How long a process may take to end. Until then its claims stay leased: while its connection to the broker is open, the broker
+could deliver the retry message to the dying process."""
+MAX_DEVICE_LOSSES = 5
+"""A run fails once its workers have lost their devices this often since a group or an iteration of it ended."""
+
+
+@transaction
+def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
+    """Takes or renews the lease of a service that must run once; returns False while another holds it."""
+    leases = schema.service_leases
+    until = now_ms() + int(seconds * 1000)
+    made = tx.execute(
+        insert(tx, leases)
+        .values(name=name, holder=holder, lease_until=until)
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(leases.c.name)
+    ).scalar_one_or_none()
+    if made:
+        return True
+    renewed = tx.execute(
+        update(leases)
+        .where(leases.c.name == name, (leases.c.holder == holder) | is_lease_free(leases.c.lease_until, seconds))
+        .values(holder=holder, lease_until=until)
+    )
+    return bool(renewed.rowcount)
+
+
+@transaction
+def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
+    """Says where a service is to be found that may run more than once: the latest that says so counts."""
+    values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
+    made = insert(tx, schema.service_leases).values(name=name, **values)
+    tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
+
+
+@read_transaction
+def service_holder(tx: Connection, name: str) -> str | None:
+    """The present holder of the service's lease, or None."""
+    leases = schema.service_leases
+    return tx.execute(
+        select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
+    ).scalar_one_or_none()
 
 
 @transaction
@@ -106,3 +152,34 @@ def _count_open_calls(run: int) -> Any:
     mine = mine.where(episodes.run_id == run, episodes.status == "running", schema.iterations.c.status == "running")
     waiting = select(func.count()).select_from(schema.tool_calls).where(calls.episode_id.in_(mine), calls.result.is_(None))
     return waiting.where(calls.kind != "agent")
+
+
+@transaction
+def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
+    """Hand back all claims of the worker `host:pid`, whose device failed for `reason`; no loss and no attempt is counted.
+
+    Others may claim them after `EXIT_MS`.
+
+    A device that fails again and again without any progress of a run fails that run: else it would go on for ever.
+    """
+    holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
+    for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():
+        held = describe_held_work(tx, run, worker, role)
+        log(tx, run, "device_lost", worker, f"the worker {role} ended because its device failed ({reason}); it held {held}")
+        if _count_losses(tx, run) >= MAX_DEVICE_LOSSES:
+            failed = f"The device failed {MAX_DEVICE_LOSSES} times without any progress, at last at {worker}: {reason}."
+            set_run_status(tx, run, "failed", f"{failed} Check it there: agentrl doctor")
+    for table in (schema.groups, schema.iterations):
+        tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() + EXIT_MS, worker=""))
+
+
+def _count_losses(tx: Connection, run: int) -> int:
+    """Return how many devices the run has lost since a group or an iteration of it ended, and since it was resumed."""
+    events, count = schema.events.c, select(func.count()).select_from(schema.events)
+    count = count.where(events.run_id == run, events.kind == "device_lost")
+    resumed = select(func.max(events.id)).where(events.run_id == run, events.kind == "resumed").scalar_subquery()
+    count = count.where(events.id > func.coalesce(resumed, 0))
+    for table in (schema.groups, schema.iterations):
+        ended = select(func.max(table.c.finished_at)).where(table.c.run_id == run).scalar_subquery()
+        count = count.where(events.created_at >= func.coalesce(ended, events.created_at))
+    return int(tx.execute(count).scalar_one())
