@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.workflow.config import ModelConfig, build
+from agentrl.workflow.inference.model_rows import open_rows
+from agentrl.workflow.inference.slot_rows import SlotRows
 from agentrl.workflow.models.headers import read_model_files
 from agentrl.workflow.models.loading import DTYPES
 from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
@@ -23,10 +25,12 @@ from agentrl.workflow.models.memory_estimate import (
     always,
     estimate_memory,
     microbatch_that_fits,
+    while_sampling,
     while_updating,
 )
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.row_scorer import RowScorer
+from tests.support.families import FAMILIES, save_random
 from tests.support.fits import table
 from tests.support.small_models import tiny_random
 
@@ -100,6 +104,27 @@ def test_estimate_reads_heads_and_embeddings_of_other_families(tmp_path: Path, t
     shape = Shape(files.config, files.shapes, 4, FLOAT)
     assert shape.all == model.num_parameters()
     assert (shape.keys, shape.base) == (2 * head_dim, sum(p.numel() for n, p in model.named_parameters() if "proj" in n))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt-oss"])
+def test_estimate_of_the_cache_is_what_the_slots_of_a_family_hold(family: str, dtype: str, tmp_path: Path) -> None:
+    policy = Policy.load(ModelConfig(lora_r=4, dtype=dtype), str(save_random(tmp_path, FAMILIES[family]())), "cpu")
+    rows, tokens = 3, 70
+    slots = open_rows(policy)
+    assert isinstance(slots, SlotRows)
+    ids = tuple(3 + number % 50 for number in range(tokens - 1))
+    with torch.no_grad():
+        slots.read(0, [ids] * rows)
+        slots.next_logits(torch.tensor([5] * rows), torch.tensor([tokens - 1] * rows))
+    kept = [
+        tensor
+        for layer in slots._slots.layers
+        for tensor in (*(getattr(layer, "_store", None) or ()), *getattr(layer, "_states", {}).values())
+    ]
+    files = read_model_files(tmp_path)
+    parts = while_sampling(Shape(files.config, files.shapes, 4, DTYPES[dtype].itemsize), rows, tokens)
+    assert sum(tensor.nbytes for tensor in kept) == sum(size for name, size in parts.items() if "logits" not in name)
 
 
 def test_estimate_adds_the_reference_of_fully_trained_weights(tmp_path: Path) -> None:

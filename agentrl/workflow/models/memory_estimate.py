@@ -4,7 +4,7 @@ What the libraries take for themselves (CUDA: about half a GiB), and what lies f
 parts are checked against a loaded model and against what autograd saves in `tests/models/test_memory_estimate.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,6 +28,12 @@ MICROBATCH_TOKENS = 1536
 """Tokens of a microbatch where neither the config nor a GPU's memory decides."""
 FREE_SHARE = 0.8
 """The share of a GPU's free memory that a microbatch may take; the estimate leaves out what lies free between its parts."""
+
+RECURRENT_SIZES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+)
+"""The sizes of a layer's recurrent state, as configs name them: gated delta nets (Qwen3.5), Mamba 2 (Granite 4, Falcon-H1)."""
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError)
 """What a config that is not of a real model raises."""
@@ -83,6 +89,24 @@ class Shape:
     def keys(self) -> int:
         """Width of a layer's keys."""
         return self.head_width * int(self.config.get("num_key_value_heads") or self.heads)
+
+    @cached_property
+    def attention_layers(self) -> int:
+        """Number of layers that keep keys and values: all but those of convolutions, Mamba and linear attention."""
+        kinds: Sequence[str] = self.config.get("layer_types") or ()
+        return self.layers - sum(kind == "linear_attention" or "attention" not in kind for kind in kinds)
+
+    @cached_property
+    def convolution_states(self) -> int:
+        """Numbers that all layers keep of a row for their convolutions: what a kernel (channels, 1, width) reads."""
+        return sum(prod(shape) for name, shape in self.weights.items() if len(shape) == 3 and shape[1] == 1 and "conv" in name)
+
+    @cached_property
+    def recurrent_states(self) -> int:
+        """Numbers that all layers of linear attention or Mamba keep of a row, in float32."""
+        layers = sum(name.endswith("conv1d.weight") for name in self.weights)
+        names = next((names for names in RECURRENT_SIZES if names[0] in self.config), ())
+        return layers * prod(int(self.config[name]) for name in names) if names else 0
 
     @cached_property
     def vocabulary(self) -> int:
@@ -177,10 +201,20 @@ def _projections(shape: Shape) -> Parts:
 
 
 def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
-    """Return the bytes needed to sample `rows` rows of up to `tokens` tokens."""
-    length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
+    """Return the bytes needed to sample `rows` rows of up to `tokens` tokens.
+
+    Slots come in powers of two. Layers with a sliding window keep the keys of all tokens too, behind a mask.
+    """
+    length, slots = -(-tokens // LENGTH_STEP) * LENGTH_STEP, 1 << (rows - 1).bit_length()
+    states = shape.element * shape.convolution_states + FLOAT * shape.recurrent_states
     return {
-        f"keys and values of {rows} x {length} tokens": 2 * shape.layers * shape.keys * rows * length * shape.element,
+        f"keys and values of {slots} x {length} tokens": 2
+        * shape.attention_layers
+        * shape.keys
+        * slots
+        * length
+        * shape.element,
+        **({f"states of {slots} rows": slots * states} if states else {}),
         "logits of a token, and their weights in float32": rows * shape.vocabulary * (shape.element + FLOAT),
     }
 
