@@ -84,7 +84,8 @@ NEIGHBOURS = 3
 """Iterations shown before and after the episode's, if the run is longer."""
 
 COLUMNS = (
-    "iteration", "planned", "trained", "no_variance=no variance", "strayed", "too_few=too few", "surplus", "skipped", "tainted",
+    "iteration", "planned", "trained", "no_variance=no variance", "strayed", "truncated", "too_few=too few", "surplus",
+    "skipped", "tainted",
     "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported",
     "waiting", "open",
 )  # fmt: skip

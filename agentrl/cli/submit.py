@@ -78,6 +78,7 @@ def submit(
     split: Annotated[str | None, _flag_option("split")] = None,
     map: Annotated[str | None, _flag_option("map")] = None,
     filter: Annotated[str | None, _flag_option("filter")] = None,
+    keep_solved: Annotated[str | None, _flag_option("keep_solved")] = None,
     epochs: Annotated[int | None, _flag_option("epochs", "--epochs", "--total-epochs")] = None,
     iterations: Annotated[int | None, _flag_option("iterations")] = None,
     model: Annotated[str | None, _flag_option("model", "--model", "--model-path")] = None,

@@ -90,13 +90,40 @@ class DatasetConfig(Section):
     """The tasks."""
 
     name: str = Field("gsm8k", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
-    split: str = Field("train", description="train, test or another of the dataset")
+    split: str = Field("train", description="train, test or another of its own")
     max_tasks: int | None = Field(
         None, ge=1, le=MOST, description="Only the first N tasks", validation_alias=AliasChoices("max_tasks", "max_samples")
     )
     map: Annotated[Columns, BeforeValidator(_as_columns)] = Field({}, description="Columns to read: question=A,answer=B.C")
     filter: str | None = Field(None, min_length=1, description="SQL condition on the columns of rows to keep")
+    keep_solved: str | None = Field(None, description="LOW..HIGH: share solved in earlier episodes")
+    order: Literal["shuffled", "easy_first"] = Field(
+        "shuffled", description="Of tasks in an epoch; easy_first: by their share solved in stored episodes"
+    )
     skip_bad_rows: bool = Field(False, description="Leave malformed rows of a file out, and say which")
+
+    @field_validator("keep_solved")
+    @classmethod
+    def _is_a_range(cls, text: str | None) -> str | None:
+        if text is not None:
+            solved_range(text)
+        return text
+
+
+def solved_range(text: str) -> tuple[float, float]:
+    """Return the ends of `LOW..HIGH`.
+
+    Raises:
+        ValueError: they are not two numbers from 0 to 1 in this order.
+    """
+    low, _, high = text.partition("..")
+    try:
+        ends = float(low), float(high)
+    except ValueError:
+        ends = 1.0, 0.0
+    if not 0 <= ends[0] <= ends[1] <= 1:
+        raise ValueError("write LOW..HIGH with shares from 0 to 1, for example 0.1..0.9")
+    return ends
 
 
 class ModelConfig(Section):
@@ -208,7 +235,7 @@ class AlgorithmConfig(Section):
     weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
     """
 
-    name: str = Field("grpo", description="A file of workflow/algorithms, or package.module:name")
+    name: str = Field("grpo", description="A recipe, or package.module:name")
     convention: Literal["verl", "trl"] = Field("verl", description="Whose epsilon, clips and norms, where verl and TRL differ")
     clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
     clip_high: float | None = Field(None, gt=0, description="Ratio is clipped above 1 + clip_high")
@@ -303,6 +330,9 @@ class UpdateConfig(Section):
     decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
     save_every: int | None = Field(
         None, ge=1, le=MOST, description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]"
+    )
+    mask_truncated: bool = Field(
+        False, description="Episodes cut off at a limit do not train; their rewards count in their group"
     )
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 

@@ -30,6 +30,7 @@ FLAGS = {
     "split": "dataset.split",
     "map": "dataset.map",
     "filter": "dataset.filter",
+    "keep_solved": "dataset.keep_solved",
     "epochs": "epochs",
     "iterations": "iterations",
     "model": "model.path",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
+TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")
+"""The reasons of an episode that a limit cut off."""
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {

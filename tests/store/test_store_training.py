@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 from sqlalchemy.exc import IntegrityError
 
 from agentrl.cli.watch import eval_line, iteration_line
@@ -161,6 +161,19 @@ def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(dat
     assert {ledger.explain_fate(database, other)["fate"] for other in others} == {"trained"}
     (row,) = told["iterations"]
     assert (row["planned"], row["trained"], row["strayed"]) == (4, 3, 1)
+
+
+def test_ledger_names_truncated_episodes_and_no_others_of_their_group(database: Database) -> None:
+    work = ready(database, submission())
+    credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
+    first, second, *others = credit
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE episodes SET stop_reason = 'max_tokens' WHERE id = :id"), {"id": first})
+    reasons = {0: "1 of 2 episodes: cut off at a limit"}
+    update = update_of(work, advantages=credit | {first: 0.0, second: 0.0}, dropped=reasons)
+    train_commits.commit_update(database, work, update, 3)
+    fates = [ledger.explain_fate(database, episode)["fate"] for episode in (first, second, *others)]
+    assert fates == ["truncated", "trained", *["trained"] * len(others)]
 
 
 def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_left_out(database: Database) -> None:

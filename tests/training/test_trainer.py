@@ -371,6 +371,24 @@ def test_episodes_whose_sampler_says_something_else_do_not_train_but_are_used_up
     }
 
 
+def test_mask_truncated_trains_no_cut_off_episode_and_counts_its_reward(folder: Path) -> None:
+    one, two = (replace(group, slot=slot) for slot, group in enumerate(groups_of(2, 4)))
+    cut = tuple(replace(episode, stop_reason="max_tokens") if n < 2 else episode for n, episode in enumerate(one.episodes))
+    groups = [replace(one, episodes=cut), two]
+    _, trainer = trainer_of(folder, config(0, True, update__mask_truncated=True))
+    update = trainer.update(groups, 0)
+    assert (update.metrics["truncated_dropped"], update.metrics["rows"]) == (2, 6)
+    assert update.dropped == {0: "2 of 4 episodes: cut off at a limit"}
+    expected = grpo_credits(groups)
+    assert update.advantages == {
+        episode.id: 0 if episode in cut[:2] else pytest.approx(value)
+        for group, values in zip(groups, expected, strict=True)
+        for episode, value in zip(group.episodes, values, strict=True)
+    }
+    _, plain = trainer_of(folder, config(0, True))
+    assert plain.update(groups, 0).metrics["rows"] == 8, "off by default"
+
+
 def test_where_all_episodes_say_something_else_nothing_is_learned(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(update__max_sampler_difference=40.0))
     before = saved(trainer, tmp_path / "before")

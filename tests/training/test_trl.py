@@ -334,6 +334,7 @@ def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypat
         ({"update.batch_size": 8}, "update.batch_size"),
         ({"update.epochs": 2, "update.max_kl": 0.1}, "update.max_kl"),
         ({"update.max_sampler_difference": 0.1}, "update.max_sampler_difference"),
+        ({"update.mask_truncated": True}, "update.mask_truncated"),
         ({"model.load_in_4bit": True}, "a quantised base"),
     ],
 )

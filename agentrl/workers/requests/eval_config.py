@@ -22,7 +22,10 @@ NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "ma
 LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
 """Keys that the built-in loop reads and an agent does not."""
 
-SINGLE_PASS = {"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1}
+SINGLE_PASS = {
+    **{"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1},
+    **{"dataset.keep_solved": None, "dataset.order": "shuffled"},
+}
 """Values of a run that goes over its tasks once, without overlap or dynamic sampling."""
 
 

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from agentrl import __version__
 from agentrl.workers.requests.agent_request import remark_on_agent, settle_agent
+from agentrl.workers.requests.curriculum import ChosenTasks, choose_by_difficulty
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, settle_texts
 from agentrl.workers.stack import broker, embedded
@@ -95,7 +96,7 @@ def prepare(
     """
     kind, config = _settle_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
-        loaded = _load_tasks(config, policy)
+        loaded, chosen = _choose_tasks(db, config, _load_tasks(config, policy))
     config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
     asked = Experiment(config)
     check_resources(asked)
@@ -141,6 +142,7 @@ def prepare(
         manifest=_task_manifest(asked.env, config, kind),
         tasks=divided.tasks,
         roles=divided.roles,
+        difficulties=chosen.difficulties,
         code_hash=experiment.scoring_hash(),
     )
     submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
@@ -148,6 +150,7 @@ def prepare(
     remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
     remarks += (
         *remark_on_tasks(config, loaded),
+        *chosen.remarks,
         *remark_on_agent(experiment),
         *((untold,) if untold else ()),
         *_remark_on_tiny(experiment, folder),
@@ -184,6 +187,12 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
     if not (config.env or loaded.env):
         raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Name one for all: --env math")
     return loaded
+
+
+def _choose_tasks(db: Database | None, config: RunConfig, loaded: LoadedTasks) -> tuple[LoadedTasks, ChosenTasks]:
+    """The tasks that the run is to have, and what is known of them."""
+    chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
+    return replace(loaded, tasks=chosen.tasks), chosen
 
 
 def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:

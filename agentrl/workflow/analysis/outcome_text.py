@@ -9,6 +9,7 @@ SENTENCES = {
     "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {iteration}",
     "no_variance": "taught nothing: the rewards of its group are all alike, so that it has no advantage",
     "strayed": "not trained: of its group {dropped}",
+    "truncated": "not trained: a limit cut it off ({stop_reason}), and update.mask_truncated leaves such episodes out",
     "too_few": "not trained: its group was dropped, {dropped}",
     "surplus": "not trained: its group was dropped, {dropped}",
     "skipped": "not trained: the update of iteration {iteration} was skipped, {skipped}",

@@ -15,6 +15,9 @@ from agentrl.workflow.trajectory import Group
 NO_VARIANCE = "no variance: all of its rewards are equal"
 SURPLUS = "enough other groups have variance"
 """The reason for which a group was dropped, as its row and the ledger record it."""
+DIFFERENT = "sampler and trainer differ"
+CUT_OFF = "cut off at a limit"
+"""The reason for which some episodes of a group did not train: `2 of 8 episodes: REASON`."""
 
 
 def varies(rewards: Collection[float]) -> bool:

@@ -6,6 +6,7 @@ Every run passes over its tasks in an order that follows from its seed, the epoc
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +25,16 @@ class Slot(NamedTuple):
     sample: int
 
 
-def task_order(seed: int, epoch: int | str, keys: Sequence[str]) -> list[int]:
-    """Positions of the tasks in the order of hash(seed, epoch, task): the same on every machine."""
+def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: Sequence[float | None] = ()) -> list[int]:
+    """Positions of the tasks in the order of hash(seed, epoch, task): the same on every machine.
+
+    Args:
+        difficulties: of the tasks, where they order them: the lowest first, None last, and the hash among equal ones.
+    """
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
-    return sorted(range(len(keys)), key=digests.__getitem__)
+    order = sorted(range(len(keys)), key=digests.__getitem__)
+    levels = [math.inf if difficulty is None else difficulty for difficulty in difficulties]
+    return sorted(order, key=levels.__getitem__) if levels else order
 
 
 def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
@@ -97,7 +104,7 @@ def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mappin
     own, then all of them once more, with samples of other numbers, hence other draws.
     """
     _, first = _pick_tasks(tx, run, iteration["number"])
-    ids, keys = _load_all_tasks(tx, run)
+    ids, keys, _ = _load_all_tasks(tx, run)
     order = [ids[index] for index in task_order(run["seed"], f"more {iteration['number']}", keys)]
     order = list(dict.fromkeys([*first, *order]))
     size = run["config"]["rollout"]["group_size"]
@@ -128,17 +135,21 @@ def _pick_tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[in
     return _pick_in_turn(run, number, *_load_all_tasks(tx, run))
 
 
-def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str]]:
-    mine = select(schema.tasks.c.id, schema.tasks.c.key).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
+def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str], list[float | None]]:
+    """The ids, keys and difficulties of the run's tasks."""
+    columns = (schema.tasks.c.id, schema.tasks.c.key, schema.run_tasks.c.difficulty)
+    mine = select(*columns).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()
-    return [task.id for task in tasks], [task.key for task in tasks]
+    return [task.id for task in tasks], [task.key for task in tasks], [task.difficulty for task in tasks]
 
 
-def _pick_in_turn(run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str]) -> tuple[int, list[int]]:
+def _pick_in_turn(
+    run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str], difficulties: Sequence[float | None] = ()
+) -> tuple[int, list[int]]:
     """The epoch of the iteration of that number, and those of the ids whose turn it is."""
     size = run["config"]["rollout"]["tasks_per_iteration"]
     epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
-    order = task_order(run["seed"], epoch, keys)
+    order = task_order(run["seed"], epoch, keys, difficulties)
     return epoch, [ids[index] for index in order[position * size : (position + 1) * size]]
 
 

@@ -52,6 +52,7 @@ class Submission:
         reward_set: whose rewards train.
         epochs, length: how long the run is, in passes over the tasks or (`length`) in iterations.
         fork: of a fork run, where it leaves its parent.
+        difficulties: content hash of a task -> its place in an epoch, the lowest first; empty: the seed orders them.
         roles: content hash of a task -> what a run that searches has it for; of any other `train`.
         evaluation: of a run that measures its policies, the run that measures the first; its name follows from this one's.
     """
@@ -78,6 +79,7 @@ class Submission:
     evaluation: "Submission | None" = None
     length: int | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
+    difficulties: Mapping[str, float] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
         """The same under another name, which its config and its own folder have too."""
@@ -171,7 +173,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
-    _insert_tasks(tx, run_id, submission.tasks, submission.roles)
+    _insert_tasks(tx, run_id, submission)
     ref = submission.policy
     _check_not_collected(tx, ref)
     policy_id = tx.execute(
@@ -278,7 +280,8 @@ def _first_sha256(tx: Connection, run_id: int) -> str:
     return str(tx.execute(first).scalar_one())
 
 
-def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task], roles: Mapping[str, str]) -> None:
+def _insert_tasks(tx: Connection, run_id: int, submission: Submission) -> None:
+    tasks, roles, hard = submission.tasks, submission.roles, submission.difficulties
     if not tasks:
         return
     rows = [
@@ -299,7 +302,10 @@ def _insert_tasks(tx: Connection, run_id: int, tasks: Sequence[Task], roles: Map
         ids |= {row.content_hash: row.id for row in found}
     tx.execute(
         schema.run_tasks.insert(),
-        [{"run_id": run_id, "task_id": ids[each], "role": roles.get(each, "train")} for each in hashes],
+        [
+            {"run_id": run_id, "task_id": ids[each], "role": roles.get(each, "train"), "difficulty": hard.get(each)}
+            for each in hashes
+        ],
     )
 
 

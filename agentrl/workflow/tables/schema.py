@@ -110,9 +110,13 @@ run_tasks = Table(
     Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
     Column("task_id", Id, ForeignKey("tasks.id"), primary_key=True),
     Column("role", String(8), nullable=False, server_default="train"),
+    Column("difficulty", Float(53), nullable=True),
     check_one_of("role", TASK_ROLES),
 )
-"""The tasks of a run; one that searches chooses by some, and is measured on others."""
+"""The tasks of a run; one that searches chooses by some, and is measured on others.
+
+`difficulty` orders them in each epoch, the lowest first; NULL comes last, in the order of the seed.
+"""
 
 run_groups = Table(
     "run_groups",

@@ -13,8 +13,8 @@ out of a terminal state, whoever writes.
 
 from typing import TYPE_CHECKING
 
-from agentrl.workflow.stats.group_variance import NO_VARIANCE, SURPLUS
-from agentrl.workflow.trajectory import TERMINAL
+from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT, NO_VARIANCE, SURPLUS
+from agentrl.workflow.trajectory import TERMINAL, TRUNCATED
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -44,7 +44,8 @@ _FATES = """
                         AND other.episode_id = sibling.id AND other.stage = 'train'))
                       AND ({dropped} = '' OR EXISTS (  -- else all that could have taught something strayed
                       SELECT 1 FROM groups flat WHERE flat.id = e.group_id AND flat.std_reward = 0)) THEN 'no_variance'
-                    WHEN c.advantage = 0 AND {dropped} <> '' THEN 'strayed'
+                    WHEN c.advantage = 0 AND {dropped} LIKE '%{cut_off}%' AND e.stop_reason IN ({truncated}) THEN 'truncated'
+                    WHEN c.advantage = 0 AND {dropped} LIKE '%{different}%' THEN 'strayed'
                     WHEN i.skipped <> '' THEN 'skipped'
                     ELSE 'trained' END AS fate
         FROM {members}
@@ -206,7 +207,16 @@ VIEWS = {
         JOIN runs r ON r.id = i.run_id""",
     # The fate of each planned episode, in its own run and in runs that trained on it as a stored one.
     "v_ledger": " UNION ALL ".join(
-        _FATES.format(slot="g.slot", dropped="g.dropped", members=members, no_variance=NO_VARIANCE, surplus=SURPLUS)
+        _FATES.format(
+            slot="g.slot",
+            dropped="g.dropped",
+            members=members,
+            no_variance=NO_VARIANCE,
+            surplus=SURPLUS,
+            cut_off=CUT_OFF,
+            different=DIFFERENT,
+            truncated=", ".join(f"'{reason}'" for reason in TRUNCATED),
+        )
         for members in (_OWN_EPISODES, _STORED_EPISODES)
     ),
 }

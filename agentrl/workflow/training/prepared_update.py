@@ -12,13 +12,14 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
+from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT
 from agentrl.workflow.training.advantages import Credit, Credited
 from agentrl.workflow.training.losses import KL, Normaliser
-from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, mismatch_reasons, select_groups
+from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, idle_reasons, select_groups
 from agentrl.workflow.training.row_scorer import RowScorer
 from agentrl.workflow.training.token_layout import TokenLayout, pad
 from agentrl.workflow.training.training_rows import Row
-from agentrl.workflow.trajectory import Group
+from agentrl.workflow.trajectory import TRUNCATED, Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})
 """Metrics that are not sums over tokens."""
@@ -95,6 +96,7 @@ class UpdatePreparation:
 
     def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer, corrects: bool = False) -> None:
         self._corrects = corrects
+        self._masks = config.update.mask_truncated
         self._policy = policy
         self._config = config
         self._scorer = scorer
@@ -115,25 +117,28 @@ class UpdatePreparation:
             none = {episode.id: 0.0 for episode in episodes}
             return Update(advantages=none, dropped=dropped, skipped="no episode has a token that trains")
         strayed = self._scorer.sampler_mismatch(tokens)
-        known, credited, beside = self._credit_tokens(tokens, kept, strayed, critic, kl_coef)
+        cut_off = {number for number, each in enumerate(episodes) if self._masks and each.stop_reason in TRUNCATED}
+        idle = strayed | cut_off
+        known, credited, beside = self._credit_tokens(tokens, kept, idle, critic, kl_coef)
         advantages = episode_advantages(credited, tokens)
         if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
             return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
-        dropped |= mismatch_reasons(kept, strayed)
-        minibatches = self._minibatches(tokens, strayed, known.advantages)
+        dropped |= idle_reasons(kept, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
+        minibatches = self._minibatches(tokens, idle, known.advantages)
         if not minibatches:
-            reason = "sampler and trainer differ" if strayed else "no advantage differs from 0"
+            reason = DIFFERENT if strayed else "no advantage differs from 0"
             return Update(advantages=advantages, dropped=dropped, skipped=reason)
         known = self._add_logprobs(tokens, minibatches, known)
         staleness, limit = self._config.rollout.max_staleness, self._config.update.max_sampler_difference
         whole = {} if limit is None else {"sampler_dropped": float(len(strayed))}
+        whole |= {"truncated_dropped": float(len(cut_off))} if self._masks else {}
         whole |= {"staleness": float(min(iteration, staleness))} if staleness else {}
         return PreparedUpdate(tokens, minibatches, known, beside, whole, advantages, dropped)
 
     def _credit_tokens(
-        self, tokens: TokenLayout, groups: Sequence[Group], strayed: Set[int], critic: nn.Linear | None, kl_coef: float
+        self, tokens: TokenLayout, groups: Sequence[Group], idle: Set[int], critic: nn.Linear | None, kl_coef: float
     ) -> tuple[TokenConstants, Credited, dict[str, float]]:
-        """Reads what credit needs to know of the tokens, and credits them; strayed episodes have no credit.
+        """Reads what credit needs to know of the tokens, and credits them; idle episodes have no credit.
 
         Returns:
             What is known, the credit, and the metrics that all steps of the update share.
@@ -150,14 +155,14 @@ class UpdatePreparation:
             penalty, metrics["kl"] = kl_coef * estimate, float(estimate[tokens.mask].mean())
         earned = tokens.make_earned(groups, penalty, None if values is None else tokens.by_episode(values))
         credited = self._credit(earned, options)
-        kept = torch.tensor([number not in strayed for number in range(len(tokens.episodes))])
+        kept = torch.tensor([number not in idle for number in range(len(tokens.episodes))])
         credited = replace(credited, advantages=credited.advantages * kept[:, None])
         returns = None if credited.returns is None else credited.returns[tokens.mask]
         if credited.returns is not None and earned.values is not None:
             metrics["explained_variance"] = explained_variance(earned.values, credited.returns, earned.mask)
         return TokenConstants(credited.advantages[tokens.mask], start, reference, values, returns), credited, metrics
 
-    def _minibatches(self, tokens: TokenLayout, strayed: Set[int], advantages: Tensor) -> list[Minibatch]:
+    def _minibatches(self, tokens: TokenLayout, idle: Set[int], advantages: Tensor) -> list[Minibatch]:
         """One per optimizer step; a step that would only coast on its momentum is left out.
 
         A row without advantage has no gradient, unless the loss has a KL, an entropy or a value: it is counted, but the model
@@ -168,7 +173,7 @@ class UpdatePreparation:
         all_teach = bool(options.entropy_coef or self._algorithm.critic or (options.kl_coef and options.kl_in == "loss"))
         found = []
         for first in range(0, episodes, step):
-            part = [row for row in tokens.rows if first <= row.episode < first + step and row.episode not in strayed]
+            part = [row for row in tokens.rows if first <= row.episode < first + step and row.episode not in idle]
             rows = [row for row in part if all_teach or advantages[tokens.places([row])].any()]
             trained, width = sum(sum(row.loss_mask) for row in part), limits.max_steps * limits.max_new_tokens
             counts = Normaliser(trained, len(part), width, len({row.episode for row in part}))

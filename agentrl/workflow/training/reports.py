@@ -28,7 +28,8 @@ class Update:
             share above the cap) and `effective_sample_size` of the weights (`UpdateLoss`, which applies them where
             `RunConfig.importance_method` says so); with a critic `value_loss`, and
             `explained_variance` before the update; with max_sampler_difference the number of episodes that were not used for
-            it, `sampler_dropped`. With max_staleness > 0 also `staleness`, in versions.
+            it, `sampler_dropped`; with mask_truncated of those that a limit cut off, `truncated_dropped`. With
+            max_staleness > 0 also `staleness`, in versions.
         steps: the same per optimizer step.
         advantages: by episode id, of the episodes that were used: the mean over its tokens.
         dropped: why a group was not used, or not all of its finished episodes, by slot.
@@ -88,11 +89,15 @@ def episode_advantages(credited: Credited, tokens: TokenLayout) -> dict[int, flo
     return found
 
 
-def mismatch_reasons(groups: Sequence[Group], strayed: Set[int]) -> dict[int, str]:
-    """Reasons by slot; the episodes of all groups are counted through."""
+def idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[int, str]:
+    """By slot, how many of the group's episodes do not train and why; the episodes of all groups are counted through."""
     slots = [group.slot for group in groups for _ in group.episodes]
-    counts = Counter(slots[number] for number in strayed)
-    return {slot: f"{n} of {slots.count(slot)} episodes: sampler and trainer differ" for slot, n in counts.items()}
+    found: dict[int, str] = {}
+    for reason, numbers in idle.items():
+        for slot, count in Counter(slots[number] for number in numbers).items():
+            text = f"{count} of {slots.count(slot)} episodes: {reason}"
+            found[slot] = f"{found[slot]}; {text}" if slot in found else text
+    return found
 
 
 def add_up(parts: Iterable[Metrics]) -> dict[str, float]:

@@ -105,6 +105,8 @@ def _refusals(config: RunConfig) -> Iterator[str]:
     for name in ("max_kl", "max_sampler_difference"):
         if getattr(update, name) is not None:
             yield f"update.{name}, which TRL has not"
+    if update.mask_truncated:
+        yield "update.mask_truncated, since TRL sees a limit only where a turn lacks its end token"
     if update.epochs > 1 and config.model.lora_dropout:
         yield "update.epochs above 1 with model.lora_dropout, which is on where TRL reads the policy before the update"
     if config.model.load_in_4bit or config.model.load_in_8bit:

@@ -13,8 +13,8 @@ from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
 from agentrl.workflow.token_chains import EQUAL, reasons_not_to_train
 
 FATES = (
-    "trained", "no_variance", "strayed", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error",
-    "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
+    "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed",
+    "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
 )  # fmt: skip
 """How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
 

@@ -1,0 +1,54 @@
+"""Tasks chosen and ordered by how often stored episodes solved them, of whatever run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.workflow.config import DatasetConfig, solved_range
+from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads.solved_tasks import load_solved
+from agentrl.workflow.trajectory import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTasks:
+    """The tasks of a run.
+
+    Args:
+        difficulties: content hash -> share of the task's episodes that failed, if the run's order depends on it.
+        remarks: for a person: how many tasks were left out, and why.
+    """
+
+    tasks: tuple[Task, ...]
+    difficulties: Mapping[str, float] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+
+def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequence[Task]) -> ChosenTasks:
+    """Leave out the tasks outside `config.keep_solved`, and note the difficulty of the others for `config.order`.
+
+    Tasks without stored episodes are kept.
+
+    Raises:
+        DatasetError: no task has a stored episode, or none is left.
+    """
+    if config.keep_solved is None and config.order == "shuffled":
+        return ChosenTasks(tuple(tasks))
+    counts = load_solved(db) if db is not None else {}
+    shares = {task.content_hash: counts[task.content_hash].share for task in tasks if task.content_hash in counts}
+    if not shares:
+        message = f"None of the {len(tasks)} tasks of {config.name!r} has a stored episode that says how hard it is."
+        raise DatasetError(message, f"Sample them: agentrl data check {config.name} --model MODEL --samples 8")
+    difficulties = {key: 1 - share for key, share in shares.items()} if config.order == "easy_first" else {}
+    if config.keep_solved is None:
+        return ChosenTasks(tuple(tasks), difficulties)
+    low, high = solved_range(config.keep_solved)
+    kept = tuple(task for task in tasks if low <= shares.get(task.content_hash, low) <= high)
+    if not kept:
+        raise DatasetError(f"No task of {config.name!r} was solved in {config.keep_solved} of its episodes.", "Widen it.")
+    rarely, often = (sum(share < low for share in shares.values()), sum(share > high for share in shares.values()))
+    remark = (
+        f"keep_solved {config.keep_solved}: {len(kept)} of {len(tasks)} tasks are kept, {len(tasks) - len(shares)} of them "
+        f"without a stored episode; {rarely} are solved more rarely, {often} more often."
+    )
+    return ChosenTasks(kept, difficulties, (remark,))
