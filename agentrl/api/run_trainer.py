@@ -17,7 +17,7 @@ from agentrl.api.store_location import InMemoryStore, Place
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig
-from agentrl.workflow.datasets import env_of, is_file
+from agentrl.workflow.datasets import env_of, is_file, is_rows
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
@@ -196,7 +196,7 @@ class Trainer:
         if hooks := [self._path(hook, f"hook_{number}") for number, hook in enumerate(_listed(self._hooks))]:
             keys["hooks"] = [*keys.get("hooks", ()), *hooks]
         weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
-        if "env" not in keys and is_file(str(keys.get("dataset.name", ""))):
+        if "env" not in keys and is_rows(str(keys.get("dataset.name", ""))):
             # what an agent returns is all that can score rows without references
             keys |= {"env": PLAIN} if weights or (agent is not None and _are_unanswered(train_dataset, keys)) else {}
         if weights:

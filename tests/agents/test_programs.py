@@ -169,7 +169,7 @@ print("".join(seen).replace("\\0", "\\n"))
 """.replace("FOLDER", repr(str(open_folder)))
     try:
         with inside(open_folder):
-            said = ran(endpoint, script(open_folder, source), {"dataset": {"name": "tasks.jsonl"}}).output
+            said = ran(endpoint, script(open_folder, source), {"dataset": {"name": "qa=0.5,tasks.jsonl=0.5"}}).output
     finally:
         monkeypatch.undo()
         settings.cache_clear()

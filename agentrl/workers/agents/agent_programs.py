@@ -22,6 +22,7 @@ from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import LLM, AgentTask
 from agentrl.workflow.agents.agent_limits import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.datasets import split_mixture
 from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
 from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
@@ -197,7 +198,7 @@ def _hidden(config: Mapping[str, Any]) -> set[str]:
         settings().root,
         here / ".env",
         here / ".git",
-        Path(str(config["dataset"]["name"])).absolute(),
+        *(Path(name).absolute() for name in split_mixture(str(config["dataset"]["name"]))),
         settings().gsm8k_dir,
     ]
     return {str(Path(path).resolve()) for path in found if path is not None and Path(path).exists()}

@@ -37,7 +37,8 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
     if Path(name).suffix in READERS:
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
-        return "folder" if ":" not in name and Path(name).is_dir() and name not in names("datasets") else "plugin"
+        is_folder = name not in ("", *names("datasets")) and ":" not in name and Path(name).is_dir()
+        return "folder" if is_folder else "plugin"
     if Path(name).expanduser().is_dir() or not _HUB_NAME.fullmatch(name):
         return "folder"
     return "hub"
