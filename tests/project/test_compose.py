@@ -11,27 +11,37 @@ import pytest
 import yaml
 from sqlalchemy import make_url
 
+from agentrl.workers.stack.metrics import port_of
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import migrate
 
 ROOT = Path(__file__).parents[2]
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+MONITORING: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.monitoring.yml").read_text())
+SCRAPED: dict[str, Any] = yaml.safe_load((ROOT / "prometheus.yml").read_text())
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]
 OURS = ("control", "rollout", "train", "tools", "endpoint", "agents", "ui")
 LOCKED = ("tools", "agents")
 EXAMPLE = (ROOT / ".env.example").read_text()
-PASSWORDS = ("POSTGRES_PASSWORD", "AGENTRL_READER_PASSWORD", "AGENTRL_TOOLS_PASSWORD", "AGENTRL_AGENTS_PASSWORD")
+PASSWORDS = (
+    "POSTGRES_PASSWORD",
+    "AGENTRL_READER_PASSWORD",
+    "AGENTRL_TOOLS_PASSWORD",
+    "AGENTRL_AGENTS_PASSWORD",
+    "REDIS_PASSWORD",
+)
 NOT_IN_CONTAINERS = {
     "redis_server",
+    "broker_password",
     "idle_stop_seconds",
     "endpoint_port",
     "sandbox_uids",
     "sandbox_image",
     "database_reader_url",
 }
-"""Settings of the embedded stack, of root, of docker as a sandbox, and one that the reader's password replaces."""
+"""Settings of the embedded stack, of root, of docker as a sandbox, and those that compose makes of a password in .env."""
 
 
 def test_the_stack_is_two_servers_and_one_service_for_each_role() -> None:
@@ -70,7 +80,7 @@ def test_services_log_in_as_roles_that_control_makes_and_know_no_other_password(
         variable = f"AGENTRL_{role.removeprefix('agentrl_').upper()}_PASSWORD"
         environment = SERVICES[name]["environment"]
         assert environment["PGPASSWORD"] == SERVICES["control"]["environment"][variable]
-        assert set(re.findall(r"\$\{(\w+PASSWORD)", str(environment))) == {variable}
+        assert set(re.findall(r"\$\{(\w+PASSWORD)", str(environment))) - {"REDIS_PASSWORD"} == {variable}
 
 
 def test_passwords_have_no_default_and_are_in_no_url() -> None:
@@ -78,6 +88,15 @@ def test_passwords_have_no_default_and_are_in_no_url() -> None:
     assert set(re.findall(r"\$\{(\w*PASSWORD)", text)) == set(PASSWORDS)
     assert all(f"${{{name}:?Type: make .env}}" in text for name in PASSWORDS)
     assert {make_url(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"]).password for name in OURS} == {None}
+
+
+def test_redis_wants_the_password_that_services_with_a_queue_know() -> None:
+    redis = SERVICES["redis"]
+    password = redis["command"][redis["command"].index("--requirepass") + 1]
+    assert password == redis["environment"]["REDISCLI_AUTH"]
+    known = {name for name in OURS if SERVICES[name]["environment"].get("AGENTRL_BROKER_PASSWORD") == password}
+    assert known == set(OURS) - {"ui"}
+    assert {"AGENTRL_BROKER_URL", "REDIS_PASSWORD"}.isdisjoint(SERVICES["ui"]["environment"])
 
 
 def test_make_env_makes_up_passwords_once(tmp_path: Path) -> None:
@@ -112,7 +131,9 @@ def test_env_example_names_each_setting_as_the_code_describes_it() -> None:
 
 def test_each_variable_of_env_example_reaches_a_service_or_the_build() -> None:
     named = set(re.findall(r"(?m)^#?(\w+)=", EXAMPLE))
-    text = "".join((ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.gpu.yml"))
+    text = "".join(
+        (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.monitoring.yml")
+    )
     passed = {name for service in OURS for name, value in SERVICES[service]["environment"].items() if value is None}
     assert named == passed | set(re.findall(r"\$\{(\w+)", text))
 
@@ -194,7 +215,29 @@ def test_gpu_file_gives_rollout_and_train_the_card_that_their_variables_name() -
         assert "count" not in device  # `count: 1` is the first card, for each service
 
 
-@pytest.mark.parametrize("stack", [STACK, GPU], ids=["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_monitoring_scrapes_each_worker_at_the_port_it_listens_at() -> None:
+    added = {name: service for name, service in MONITORING["services"].items() if name != "prometheus"}
+    assert set(added) == set(OURS) - {"ui"}
+    (port,) = {service["environment"]["AGENTRL_METRICS_PORT"] for service in added.values()}
+    assert {service["environment"]["AGENTRL_METRICS_HOST"] for service in added.values()} == {"0.0.0.0"}
+    where = Settings(metrics_port=port)
+    (job,) = SCRAPED["scrape_configs"]
+    found = {tuple(each["names"]): each["port"] for each in job["dns_sd_configs"]}
+    assert found == {(name,): port_of(where, [name]) for name in added}
+
+
+def test_prometheus_is_published_on_this_host_alone() -> None:
+    prometheus = MONITORING["services"]["prometheus"]
+    assert [port.partition(":")[0] for port in prometheus["ports"]] == ["127.0.0.1"]
+    assert "./prometheus.yml:/etc/prometheus/prometheus.yml:ro" in prometheus["volumes"]
+    assert set(prometheus["networks"]) == set(STACK["networks"]) | {"default"}
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [STACK, GPU, MONITORING],
+    ids=["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.monitoring.yml"],
+)
 def test_compose_v1_can_read_it_too(stack: dict[str, Any]) -> None:
     top = {key for key in stack if not key.startswith("x-")}
     assert top <= {"services", "networks", "volumes"}

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.installation import install_command
@@ -78,10 +79,19 @@ def _check_private(folder: Path) -> None:
 def broker_url(where: Settings) -> str:
     """The URL of the broker, for Celery."""
     if where.broker_url:
-        return where.broker_url
+        return _with_password(where.broker_url, where.broker_password)
     if find_server(where) is None:
         return MEMORY
     return f"{SOCKET_SCHEME}{socket_path(where)}?virtual_host=0"
+
+
+def _with_password(url: str, password: str) -> str:
+    """The URL with the password, whatever its characters; one that has a password already is left as it is."""
+    scheme, separator, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not password or not separator or ":" in user:
+        return url
+    return f"{scheme}://{user}:{quote(password, safe='')}@{host if at else rest}"
 
 
 def redis_url(where: Settings) -> str:
@@ -178,7 +188,8 @@ def require_broker(where: Settings) -> None:
         return
     if where.broker_url:
         raise ServiceError(
-            f"The broker {_without_secrets(where.broker_url)} does not answer: {reason}.", "Check AGENTRL_BROKER_URL."
+            f"The broker {_without_secrets(where.broker_url)} does not answer: {reason}.",
+            "Check AGENTRL_BROKER_URL and AGENTRL_BROKER_PASSWORD.",
         )
     raise ServiceError(f"The embedded Redis ({socket_path(where)}) does not answer: {reason}.", "Start it: agentrl up")
 
