@@ -71,11 +71,14 @@ class ReportProcess:
                     os.kill(int(file.parent.name), signal.SIGKILL)
 
 
+AGAIN = "The run does not wait for it; steps that it lacks are written when it answers, or by `agentrl report`."
+"""What follows the cause of a failure."""
+
+
 def _describe_exit(tracker: str, code: int) -> str:
-    again = "The run goes on without it; steps that it lacks are written when it answers."
     if code == -signal.SIGALRM:
-        return f"{tracker} did not answer within {settings().report_seconds:g} s (AGENTRL_REPORT_SECONDS). {again}"
-    return f"The process that writes to {tracker} ended with exit code {code}. {again}"
+        return f"{tracker} did not answer within {settings().report_seconds:g} s (AGENTRL_REPORT_SECONDS). {AGAIN}"
+    return f"The process that writes to {tracker} ended with exit code {code}. {AGAIN}"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from logging import getLogger
 from types import FrameType
 
 from agentrl.workers.stack.process import database, stopping
-from agentrl.workers.stack.report_processes import FAILED
+from agentrl.workers.stack.report_processes import AGAIN, FAILED
 from agentrl.workers.stack.worker import set_up_logging
 from agentrl.workflow.analysis.transcript import transcript_lines
 from agentrl.workflow.errors import AgentRLError, ServiceError
@@ -143,18 +143,24 @@ def load_run(db: Database, run_id: int) -> TrackedRun:
     config = masked_config(row["config"], os.environ)
     tags = dict.fromkeys([config.get("algorithm.name", ""), *row["tags"]])
     page = f"http://{PAGE_HOST}:{PAGE_PORT}/#/run/{run_id}"
-    return TrackedRun(row["name"], config, tuple(tag for tag in tags if tag), page, settings().trackers_dir)
+    return TrackedRun(
+        row["manifest"].get("id") or row["name"],
+        row["name"],
+        config,
+        tuple(tag for tag in tags if tag),
+        page,
+        settings().trackers_dir,
+    )
 
 
 def describe_failure(report: Report, tracker: Tracker | None, error: BaseException) -> str:
     """Why a report failed, in one sentence with the command that helps."""
-    again = "The run goes on without it; steps that it lacks are written when it answers"
     if isinstance(error, ModuleNotFoundError) and tracker is not None and error.name == tracker.package:
-        return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {again}."
+        return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {AGAIN}"
     if isinstance(error, AgentRLError):
         return str(error)
     cause = one_line(str(error), MAX_ERROR_CHARS).rstrip(".") or "no reason was given"
-    return f"{report.tracker} failed: {type(error).__name__}: {cause}. {again}."
+    return f"{report.tracker} failed: {type(error).__name__}: {cause}. {AGAIN}"
 
 
 def main(run_id: int, name: str, claim: str) -> int:

@@ -102,10 +102,12 @@ def record_written(tx: Connection, report: Report, iteration: int, status: str |
 
 @transaction
 def record_failure(tx: Connection, report: Report, error: str) -> None:
-    """Record why a report could not be written; the run's events say so once for each cause."""
+    """Record why a report could not be written; the run's events say so once until a step is written again."""
     before = tx.execute(select(_REPORTS.error).where(*_is(report)).with_for_update()).scalar_one_or_none()
-    if before is not None and before != error:
-        _change(tx, report, error=error)
+    if before is None:
+        return
+    _change(tx, report, error=error)
+    if not before:
         log(tx, report.run_id, "report_failed", report.tracker, error)
 
 
@@ -132,8 +134,9 @@ def lease_name(run_id: int, tracker: str) -> str:
 
 @sql_read_transaction
 def load_tracked_run(tx: Any, run_id: int) -> Row:
-    """The run's `name`, `config` and `tags`, by its number."""
-    (row,) = select_rows(tx, "SELECT name, config, base FROM runs WHERE id = :id", ("config",), id=run_id)
+    """The run's `name`, `config`, `manifest` and `tags`, by its number."""
+    query = "SELECT name, config, manifest FROM runs WHERE id = :id"
+    (row,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
     return {**row, "tags": tags_of(tx, [run_id]).get(run_id, [])}
 
 

@@ -27,12 +27,14 @@ class TrackedRun:
     """A run as its trackers show it.
 
     Args:
+        key: no other run has it, in any store.
         config: dotted key -> value, as `masked_config` makes it.
         tags: words by which the run is found.
         page: address of the run in the page of `agentrl ui`.
         folder: where a tracker without a server keeps its files.
     """
 
+    key: str
     name: str
     config: Mapping[str, Any]
     tags: tuple[str, ...]

@@ -17,7 +17,7 @@ class _Session:
         import wandb as package
 
         self._package = package
-        self.handle = handle or blake2b(os.urandom(16), digest_size=8).hexdigest()
+        self.handle = handle or blake2b(run.key.encode(), digest_size=8).hexdigest()
         folder = run.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         quiet = package.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True)
