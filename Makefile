@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
@@ -148,6 +148,11 @@ lint: env
 	$(BIN)/mypy
 	for file in examples/*/*.py; do $(BIN)/mypy --strict $$file || exit 1; done
 	$(BIN)/lint-imports
+	$(BIN)/python -m bench.generated --check
+
+# The Trainer's typed keywords and the table of options, from the config's fields.
+generated: env
+	$(BIN)/python -m bench.generated
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -7,9 +7,9 @@ from typing import Any
 
 from agentrl import elsewhere
 from agentrl.api.dataset_input import plain
-from agentrl.workflow.config import KEYS, flatten
+from agentrl.workflow.config import FLAGS, KEYS, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
-from agentrl.workflow.resolve import FLAGS, OTHER_NAMES, read_yaml
+from agentrl.workflow.resolve import OTHER_NAMES, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from agentrl.api import command_process, dataset_input, importable
 from agentrl.api.in_memory_model import GRPO
 from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
+from agentrl.api.run_options import RunOptions
 from agentrl.api.store import Store
 from agentrl.api.store_location import InMemoryStore, Place
 from agentrl.workflow.agents.classes import is_class_agent
@@ -75,7 +76,7 @@ class Trainer:
         strategy: Strategy = "processes",
         n_runners: int | None = None,
         config: str | Path | None = None,
-        **options: Any,
+        **options: Unpack[RunOptions],
     ) -> None:
         if strategy not in STRATEGIES:
             raise ConfigError(
@@ -117,7 +118,13 @@ class Trainer:
         return made
 
     def fit(
-        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, wait: bool = True, **options: Any
+        self,
+        agent: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        wait: bool = True,
+        **options: Unpack[RunOptions],
     ) -> Run:
         """Trains to the end, and returns the run.
 
@@ -154,7 +161,7 @@ class Trainer:
 
         return at_work(self._place, self._variables)
 
-    def dev(self, agent: Any = None, train_dataset: Any = None, **options: Any) -> "list[Episode]":
+    def dev(self, agent: Any = None, train_dataset: Any = None, **options: Unpack[RunOptions]) -> "list[Episode]":
         """Tries the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
 
         A debugger works, and functions are called as they are. No row is kept.
@@ -181,7 +188,9 @@ class Trainer:
         keys = {key: value for key, value in keys.items() if key.partition(".")[0] not in ("agent", "env", "hooks", "rewards")}
         return try_agent(keys, agent, env, rewards, _listed(self._hooks))
 
-    def config(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Any) -> dict[str, Any]:
+    def config(
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Unpack[RunOptions]
+    ) -> dict[str, Any]:
         """The keys that `fit` submits, with names in place of objects: what a config file of the same run says.
 
         Raises:

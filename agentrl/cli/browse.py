@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows
+from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
 from agentrl.cli.resolve_targets import (
     LastEpisode,
@@ -39,10 +40,6 @@ EPISODE_MINOR_COLUMNS = (
 )  # fmt: skip
 ANSWER_CHARS = 18
 """The most characters of an answer that a list shows; `replay` shows all."""
-
-
-MAX_INTEGER = 2**63 - 1
-"""The greatest integer that both databases take."""
 
 
 def _filter_option(text: str) -> Any:

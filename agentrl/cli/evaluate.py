@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, format_interval, say, show, show_json
+from agentrl.cli.options import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
 from agentrl.cli.resolve_targets import Trust, existing_database, find_policy
-from agentrl.cli.submit import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe, describe_rewards
+from agentrl.cli.submit import describe_rewards
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.resolve import parse_weights

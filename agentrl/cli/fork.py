@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows
+from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import GivenEpisode, LastEpisode, pick_episode, stored_database, stored_reader
-from agentrl.cli.watch import RunName
 from agentrl.workflow.analysis.outcome_text import fate_sentence
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 

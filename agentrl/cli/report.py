@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
-from agentrl.cli.watch import RunName
 from agentrl.workflow.config import ReportConfig
 from agentrl.workflow.errors import ConfigError, ServiceError
 

@@ -10,9 +10,10 @@ from uuid import uuid4
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.run_view import iteration_numbers
-from agentrl.cli.watch import RunName, follow_to_end
+from agentrl.cli.watch import follow_to_end
 from agentrl.workflow.config import MOST
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
 
@@ -48,7 +49,8 @@ def resume(
     else:
         planning.check_resumable(row)
     check_base(row["base"], row["base_hash"])
-    for name in changed_files(row["manifest"].get("datasets", {}), row["config"]["dataset"]["split"]):
+    split = row["config"].get("dataset", {}).get("split", "")
+    for name in changed_files(row["manifest"].get("datasets", {}), split):
         say(f"{name} has changed since {row['name']} was submitted, which goes on with its tasks as they were.")
         say(f"To train on the new rows, submit another run: agentrl submit --dataset {name}")
     asked = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])

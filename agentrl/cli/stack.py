@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_table
-from agentrl.cli.submit import Assignments, ConfigFile
+from agentrl.cli.options import Assignments, ConfigFile
 
 db = typer.Typer(help="The database's revision.", no_args_is_help=True, rich_markup_mode=None)
 config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_markup_mode=None)

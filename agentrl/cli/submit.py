@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -13,126 +12,25 @@ import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_lines, show_table
 from agentrl.cli.continued_policy import resolve_start, with_origin
+from agentrl.cli.options import Assignments, ConfigFile, with_config_options
 from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
 from agentrl.cli.resolve_targets import existing_database, find_stored_start
-from agentrl.workflow.config import DESCRIPTIONS, AgentConfig, RunConfig
+from agentrl.workflow.config import FLAGS, AgentConfig, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
-from agentrl.workflow.resolve import FLAGS, parse_weights
+from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.runtime.shown_text import cell
 
-_DEFAULTS = RunConfig().flat()
-
-_PANELS = {
-    "dataset": "What it learns from",
-    "env": "What it learns from",
-    "tools": "What it learns from",
-    "rewards": "What it learns from",
-    "agent": "Your own agent",
-    "model": "The model",
-    "rollout": "Sampling",
-    "update": "Learning",
-    "algorithm": "Learning",
-    "epochs": "Learning",
-    "iterations": "Learning",
-    "eval": "Learning",
-}
-"""Prefix of a key -> group of its option in `submit --help`."""
 STORED = "Stored episodes"
-RUN = "The run"
 EXAMPLES = """Name a dataset, a file or stored episodes:
     agentrl submit --dataset gsm8k --epochs 3
     agentrl submit --config configs/gsm8k_grpo.yaml
     agentrl submit --from-episodes RUN"""
 
 
-def _flag_option(parameter: str, *names: str) -> Any:
-    key = FLAGS[parameter]
-    default = _DEFAULTS[key]
-    shown = (
-        ""
-        if default in (None, [], {}) or parameter == "dataset"
-        else f" [{str(default).lower() if isinstance(default, bool) else default}]"
-    )
-    panel = _PANELS.get(key.partition(".")[0], RUN)
-    words = names or (f"--{parameter.replace('_', '-')}",)
-    return typer.Option(*words, help=DESCRIPTIONS[key] + shown, show_default=False, rich_help_panel=panel)
-
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A YAML file of the run.", show_default=False)
-]
-Assignments = Annotated[
-    list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Any key of the config.", show_default=False)
-]
-
-
-AgentName = Annotated[str | None, _flag_option("agent")]
-AgentNetwork = Annotated[str | None, _flag_option("agent_network")]
-AgentUnsafe = Annotated[bool | None, _flag_option("agent_unsafe", "--agent-unsafe")]
-AgentSandbox = Annotated[bool | None, _flag_option("agent_sandbox", "--agent-sandbox")]
-
-
+@with_config_options
 def submit(
-    ctx: typer.Context,
-    dataset: Annotated[str | None, _flag_option("dataset")] = None,
-    split: Annotated[str | None, _flag_option("split")] = None,
-    map: Annotated[str | None, _flag_option("map")] = None,
-    filter: Annotated[str | None, _flag_option("filter")] = None,
-    keep_solved: Annotated[str | None, _flag_option("keep_solved")] = None,
-    epochs: Annotated[int | None, _flag_option("epochs", "--epochs", "--total-epochs")] = None,
-    iterations: Annotated[int | None, _flag_option("iterations")] = None,
-    model: Annotated[str | None, _flag_option("model", "--model", "--model-path")] = None,
-    env: Annotated[str | None, _flag_option("env")] = None,
-    tools: Annotated[list[str] | None, _flag_option("tools")] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=WEIGHT]",
-            help=f"{DESCRIPTIONS['rewards']}; may be repeated.",
-            show_default=False,
-            rich_help_panel=_PANELS["rewards"],
-        ),
-    ] = None,
-    agent: AgentName = None,
-    agent_network: AgentNetwork = None,
-    agent_unsafe: AgentUnsafe = None,
-    agent_sandbox: AgentSandbox = None,
-    algorithm: Annotated[str | None, _flag_option("algorithm")] = None,
-    trainer: Annotated[str | None, _flag_option("trainer")] = None,
-    engine: Annotated[str | None, _flag_option("engine")] = None,
-    group_size: Annotated[int | None, _flag_option("group_size", "--group-size", "--samples-per-prompt")] = None,
-    tasks_per_iteration: Annotated[int | None, _flag_option("tasks_per_iteration")] = None,
-    batch_size: Annotated[int | None, _flag_option("batch_size")] = None,
-    gradient_accumulation_steps: Annotated[int | None, _flag_option("gradient_accumulation_steps")] = None,
-    max_new_tokens: Annotated[int | None, _flag_option("max_new_tokens")] = None,
-    max_steps: Annotated[int | None, _flag_option("max_steps")] = None,
-    max_staleness: Annotated[int | None, _flag_option("max_staleness")] = None,
-    max_tasks: Annotated[int | None, _flag_option("max_tasks", "--max-tasks", "--max-samples")] = None,
-    temperature: Annotated[float | None, _flag_option("temperature")] = None,
-    learning_rate: Annotated[float | None, _flag_option("learning_rate")] = None,
-    lora: Annotated[str | None, _flag_option("lora")] = None,
-    lora_r: Annotated[int | None, _flag_option("lora_r")] = None,
-    load_in_4bit: Annotated[bool | None, _flag_option("load_in_4bit", "--load-in-4bit/--no-load-in-4bit")] = None,
-    trust_remote_code: Annotated[bool | None, _flag_option("trust_remote_code", "--trust-remote-code")] = None,
-    tool_format: Annotated[str | None, _flag_option("tool_format")] = None,
-    strict_calls: Annotated[bool | None, _flag_option("strict_calls", "--strict-calls/--no-strict-calls")] = None,
-    chat_template: Annotated[str | None, _flag_option("chat_template")] = None,
-    eval_every: Annotated[int | None, _flag_option("eval_every")] = None,
-    save_every: Annotated[int | None, _flag_option("save_every")] = None,
-    seed: Annotated[int | None, _flag_option("seed")] = None,
-    name: Annotated[str | None, _flag_option("name")] = None,
-    output_dir: Annotated[str | None, _flag_option("output_dir")] = None,
-    report_to: Annotated[str | None, _flag_option("report_to")] = None,
-    report_samples: Annotated[int | None, _flag_option("report_samples")] = None,
-    hook: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODULE:CLASS",
-            help="Your class of hooks (agentrl.Hook); may be repeated.",
-            show_default=False,
-            rich_help_panel=RUN,
-        ),
-    ] = None,
+    ctx: typer.Context,  # the generated options follow it
+    *,
     from_groups: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,15 +66,14 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: load the model and sample one token.")] = False,
     as_json: Json = False,
+    **options: Any,
 ) -> None:
     """Start a training run; prints its name."""
     from agentrl.cli.ensure_workers import check_separate
     from agentrl.workflow.resolve import resolve
 
-    flags = {FLAGS[parameter]: value for parameter, value in ctx.params.items() if parameter in FLAGS}
-    flags["tools"] = tools or None
-    flags["hooks"] = hook or None
-    flags["rewards"] = parse_weights(reward or ()) or None
+    flags = {FLAGS[keyword]: None if value == [] else value for keyword, value in options.items()}
+    flags["rewards"] = parse_weights(options["reward"] or ()) or None
     flags |= _source_values(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and config is None and origins["dataset.name"] == "default":

@@ -5,12 +5,10 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.options import MAX_INTEGER, RunName
 from agentrl.cli.resolve_targets import stored_database, stored_reader
-from agentrl.cli.watch import RunName
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import cell
-
-MAX_INTEGER = 2**63 - 1
 
 
 def tag(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import typer
 
@@ -28,7 +28,6 @@ from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, ite
 from agentrl.cli.screen import live_lines
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
 """Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence.

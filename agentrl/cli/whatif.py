@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from agentrl.cli.browse import MAX_INTEGER
 from agentrl.cli.console import Json, say, show_json, show_lines
+from agentrl.cli.options import MAX_INTEGER, RunName
 from agentrl.cli.resolve_targets import stored_database
-from agentrl.cli.watch import RunName
 from agentrl.workflow.runtime.shown_text import Line
 
 if TYPE_CHECKING:

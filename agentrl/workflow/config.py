@@ -3,7 +3,8 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     AliasChoices,
@@ -71,8 +72,40 @@ def _is_stored(info: ValidationInfo) -> bool:
     return bool(info.context and info.context.get("stored"))
 
 
+@dataclass(frozen=True)
+class Flag:
+    """The option of `agentrl submit` that sets a key. Its first name is also a keyword of `agentrl.Trainer`.
+
+    Args:
+        names: what a person types.
+        metavar: stands for the value in the help; None: its type does.
+        type: of the typed value; None: the field's.
+        panel: heading in the help; None: the section's.
+    """
+
+    names: tuple[str, ...]
+    metavar: str | None = None
+    type: Any = None
+    panel: str | None = None
+
+    @property
+    def keyword(self) -> str:
+        """The first name as Python writes it."""
+        return self.names[0].partition("/")[0].lstrip("-").replace("-", "_")
+
+
+def option(
+    default: Any, *names: str, metavar: str | None = None, type: Any = None, panel: str | None = None, **limits: Any
+) -> Any:
+    """Return a field that `submit` has an option for: see `Flag`; `limits` as of pydantic's `Field`."""
+    return Field(default, json_schema_extra={"flag": Flag(names, metavar, type, panel)}, **limits)  # type: ignore[dict-item]
+
+
 class Section(BaseModel):
     """A part of the config: frozen, and strict about its keys."""
+
+    PANEL: ClassVar = "The run"
+    """Heading of the section's options in `submit --help`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -89,14 +122,24 @@ class Section(BaseModel):
 class DatasetConfig(Section):
     """The tasks."""
 
-    name: str = Field("gsm8k", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
-    split: str = Field("train", description="train, test or another of its own")
-    max_tasks: int | None = Field(
-        None, ge=1, le=MOST, description="Only the first N tasks", validation_alias=AliasChoices("max_tasks", "max_samples")
+    PANEL: ClassVar = "What it learns from"
+
+    name: str = option("gsm8k", "--dataset", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
+    split: str = option("train", "--split", description="train, test or another of its own")
+    max_tasks: int | None = option(
+        None,
+        "--max-tasks",
+        "--max-samples",
+        ge=1,
+        le=MOST,
+        description="Only the first N tasks",
+        validation_alias=AliasChoices("max_tasks", "max_samples"),
     )
-    map: Annotated[Columns, BeforeValidator(_as_columns)] = Field({}, description="Columns to read: question=A,answer=B.C")
-    filter: str | None = Field(None, min_length=1, description="SQL condition on the columns of rows to keep")
-    keep_solved: str | None = Field(None, description="LOW..HIGH: share solved in earlier episodes")
+    map: Annotated[Columns, BeforeValidator(_as_columns)] = option(
+        {}, "--map", type=str, description="Columns to read: question=A,answer=B.C"
+    )
+    filter: str | None = option(None, "--filter", min_length=1, description="SQL condition on the columns of rows to keep")
+    keep_solved: str | None = option(None, "--keep-solved", description="LOW..HIGH: share solved in earlier episodes")
     order: Literal["shuffled", "easy_first"] = Field(
         "shuffled", description="Of tasks in an epoch; easy_first: by their share solved in stored episodes"
     )
@@ -129,15 +172,25 @@ def solved_range(text: str) -> tuple[float, float]:
 class ModelConfig(Section):
     """The weights, and the part of them that trains."""
 
-    path: str = Field(
-        "Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hub name, folder, a model of `agentrl sft`, RUN@N"
+    PANEL: ClassVar = "The model"
+
+    path: str = option(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "--model",
+        "--model-path",
+        min_length=1,
+        description="Hub name, folder, a model of `agentrl sft`, RUN@N",
     )
-    lora: Literal["continue", "new"] = Field("continue", description="Of RUN@N: goes on, or is merged for a new one")
-    trust_remote_code: bool = Field(False, description="Run the code that the model's folder brings")
-    load_in_4bit: bool = Field(False, description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains")
+    lora: Literal["continue", "new"] = option("continue", "--lora", description="Of RUN@N: goes on, or is merged for a new one")
+    trust_remote_code: bool = option(False, "--trust-remote-code", description="Run the code that the model's folder brings")
+    load_in_4bit: bool = option(
+        False,
+        "--load-in-4bit/--no-load-in-4bit",
+        description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains",
+    )
     load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
-    lora_r: int | None = Field(
-        None, ge=0, le=1024, description="LoRA rank; 0 trains all weights; unset: 8, or 0 below 50M parameters"
+    lora_r: int | None = option(
+        None, "--lora-r", ge=0, le=1024, description="LoRA rank; 0 trains all weights; unset: 8, or 0 below 50M parameters"
     )
     lora_alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input while training")
@@ -156,15 +209,18 @@ class ModelConfig(Section):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="How transformers computes attention; auto: its choice for the model"
     )
-    tool_format: str | None = Field(
+    tool_format: str | None = option(
         None,
+        "--tool-format",
         min_length=1,
         max_length=256,
         description="How calls are written [the template's way]",
     )
-    strict_calls: bool = Field(False, description="Read calls only as the format writes them, not as bare JSON")
-    chat_template: str | None = Field(
-        None, min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
+    strict_calls: bool = option(
+        False, "--strict-calls/--no-strict-calls", description="Read calls only as the format writes them, not as bare JSON"
+    )
+    chat_template: str | None = option(
+        None, "--chat-template", min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
     )
     numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
 
@@ -192,18 +248,22 @@ class RolloutConfig(Section):
     vocabulary, so the ratio of an update is that of the full distributions, and what truncation never draws is never trained.
     """
 
-    engine: str = Field("rolling", description="What samples: a file of workflow/engines, or package.module:name")
-    group_size: int = Field(8, ge=1, le=1024, description="Episodes per task and iteration")
-    tasks_per_iteration: int = Field(16, ge=1, le=4096, description="Groups per iteration")
-    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and training")
+    PANEL: ClassVar = "Sampling"
+
+    engine: str = option("rolling", "--engine", description="What samples: a file of workflow/engines, or package.module:name")
+    group_size: int = option(
+        8, "--group-size", "--samples-per-prompt", ge=1, le=1024, description="Episodes per task and iteration"
+    )
+    tasks_per_iteration: int = option(16, "--tasks-per-iteration", ge=1, le=4096, description="Groups per iteration")
+    temperature: float = option(1.0, "--temperature", gt=0, le=10, description="Temperature of sampling and training")
     top_k: int = Field(
         0, ge=0, le=MOST, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that reach this probability; ratios likewise")
     min_p: float = Field(0.0, ge=0, le=1, description="Draw from those at least this share as likely as the likeliest")
     stop: Texts = Field((), description="Texts that end a turn, beside the end token; they stay in it")
-    max_new_tokens: int = Field(256, ge=1, le=131072, description="Sampled tokens per step")
-    max_steps: int = Field(4, ge=1, le=1000, description="Policy turns per episode")
+    max_new_tokens: int = option(256, "--max-new-tokens", ge=1, le=131072, description="Sampled tokens per step")
+    max_steps: int = option(4, "--max-steps", ge=1, le=1000, description="Policy turns per episode")
     last_turn: Literal["auto", "ask", "plain"] = Field(
         "auto", description="ask: before it, and after a repeated call, ask for the answer; auto: if the template can"
     )
@@ -212,7 +272,7 @@ class RolloutConfig(Section):
         600.0, gt=0, description="Seconds of sampling and tools in one episode, and of waiting in a server's own queue"
     )
     max_attempts: int = Field(3, ge=1, le=100, description="Failures of the system before an episode ends as infra_error")
-    max_staleness: int = Field(0, ge=0, le=8, description="Iterations sampled ahead of updates")
+    max_staleness: int = option(0, "--max-staleness", ge=0, le=8, description="Iterations sampled ahead of updates")
     dynamic_sampling: int = Field(
         1,
         ge=1,
@@ -235,7 +295,9 @@ class AlgorithmConfig(Section):
     weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
     """
 
-    name: str = Field("grpo", description="A recipe, or package.module:name")
+    PANEL: ClassVar = "Learning"
+
+    name: str = option("grpo", "--algorithm", description="A recipe, or package.module:name")
     convention: Literal["verl", "trl"] = Field("verl", description="Whose epsilon, clips and norms, where verl and TRL differ")
     clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
     clip_high: float | None = Field(None, gt=0, description="Ratio is clipped above 1 + clip_high")
@@ -305,15 +367,19 @@ class CriticConfig(Section):
 class UpdateConfig(Section):
     """How one train step runs."""
 
-    trainer: str = Field("agentrl", description="agentrl, trl (TRL's GRPOTrainer), or package.module:name")
+    PANEL: ClassVar = "Learning"
+
+    trainer: str = option("agentrl", "--trainer", description="agentrl, trl (TRL's GRPOTrainer), or package.module:name")
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
     )
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="Step size of the optimizer")
+    learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Step size of the optimizer")
     weight_decay: float = Field(0.0, ge=0, description="Its decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
-    batch_size: int | None = Field(None, ge=1, le=MOST, description="Episodes per optimizer step [all]")
-    gradient_accumulation_steps: int = Field(1, ge=1, le=MOST, description="Microbatches per step, at least")
+    batch_size: int | None = option(None, "--batch-size", ge=1, le=MOST, description="Episodes per optimizer step [all]")
+    gradient_accumulation_steps: int = option(
+        1, "--gradient-accumulation-steps", ge=1, le=MOST, description="Microbatches per step, at least"
+    )
     microbatch_tokens: int | None = Field(
         None,
         ge=1,
@@ -328,8 +394,12 @@ class UpdateConfig(Section):
     max_kl: float | None = Field(None, gt=0, description="No further pass once the KL to where it began is above this")
     warmup: int = Field(0, ge=0, le=MOST, description="First iterations, over which the learning rate rises")
     decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
-    save_every: int | None = Field(
-        None, ge=1, le=MOST, description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]"
+    save_every: int | None = option(
+        None,
+        "--save-every",
+        ge=1,
+        le=MOST,
+        description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]",
     )
     mask_truncated: bool = Field(
         False, description="Episodes cut off at a limit do not train; their rewards count in their group"
@@ -387,7 +457,9 @@ SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_r
 class EvalConfig(Section):
     """How a training run measures its own policies on tasks that it does not train on: the first, every Nth and the last."""
 
-    every: int | None = Field(None, ge=1, le=MOST, description="Measure each Nth version on held-out tasks")
+    PANEL: ClassVar = "Learning"
+
+    every: int | None = option(None, "--eval-every", ge=1, le=MOST, description="Measure each Nth version on held-out tasks")
     dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
     split: str = Field("test", description="Their split")
     tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
@@ -411,8 +483,10 @@ def _as_names(value: Any) -> Any:
 class ReportConfig(Section):
     """Where the run's metrics are also written."""
 
-    to: Annotated[Texts, BeforeValidator(_as_names)] = Field((), description="Trackers: wandb,trackio,tensorboard,mlflow")
-    samples: int = Field(0, ge=0, le=100, description="Episodes per iteration that trackers show")
+    to: Annotated[Texts, BeforeValidator(_as_names)] = option(
+        (), "--report-to", type=str, description="Trackers: wandb,trackio,tensorboard,mlflow"
+    )
+    samples: int = option(0, "--report-samples", ge=0, le=100, description="Episodes per iteration that trackers show")
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -440,10 +514,14 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 class AgentConfig(Section):
     """The agent that decides the turns of an episode in place of the built-in loop, and what it may use up."""
 
-    name: str = Field(max_length=4096, description="package.module:function or cmd:PROGRAM ARGUMENTS")
-    sandbox: bool | None = Field(None, description="Run it in the sandbox; unset: if a program")
-    network: Literal["endpoint", "all"] = Field("endpoint", description="What the sandbox reaches: endpoint or all")
-    unsafe: bool = Field(False, description="Run a program without the sandbox")
+    PANEL: ClassVar = "Your own agent"
+
+    name: str = option(..., "--agent", max_length=4096, description="package.module:function or cmd:PROGRAM ARGUMENTS")
+    sandbox: bool | None = option(None, "--agent-sandbox", description="Run it in the sandbox; unset: if a program")
+    network: Literal["endpoint", "all"] = option(
+        "endpoint", "--agent-network", description="What the sandbox reaches: endpoint or all"
+    )
+    unsafe: bool = option(False, "--agent-unsafe", description="Run a program without the sandbox")
     timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Its time for an episode")
     memory_mb: int = Field(2048, ge=64, le=MOST, description="Memory of its processes, in MB")
     processes: int = Field(256, ge=1, le=65_536, description="Its processes at once")
@@ -504,20 +582,33 @@ class ServedTool(Section):
 class RunConfig(Section):
     """The config of a run."""
 
-    name: str | None = Field(None, pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
-    seed: int = Field(0, ge=0, lt=2**31, description="Orders tasks and keys every random draw")
-    epochs: int | None = Field(3, ge=1, le=100_000, description="Passes over the dataset")
-    iterations: int | None = Field(None, ge=1, le=MOST, description="Its length, instead of epochs")
-    env: str | None = Field(None, description="A file of workflow/envs [the dataset's own]")
-    tools: Texts = Field((), description="More tools: a name, mcp:COMMAND")
-    rewards: Weights = Field({}, description="The objective; the env's others have weight 0 [the env's]")
+    name: str | None = option(None, "--name", pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
+    seed: int = option(0, "--seed", ge=0, lt=2**31, description="Orders tasks and keys every random draw")
+    epochs: int | None = option(
+        3, "--epochs", "--total-epochs", panel="Learning", ge=1, le=100_000, description="Passes over the dataset"
+    )
+    iterations: int | None = option(
+        None, "--iterations", panel="Learning", ge=1, le=MOST, description="Its length, instead of epochs"
+    )
+    env: str | None = option(
+        None, "--env", panel="What it learns from", description="A file of workflow/envs [the dataset's own]"
+    )
+    tools: Texts = option((), "--tools", panel="What it learns from", description="More tools: a name, mcp:COMMAND")
+    rewards: Weights = option(
+        {},
+        "--reward",
+        metavar="NAME[=WEIGHT]",
+        type=list[str],
+        panel="What it learns from",
+        description="The objective; the env's others have weight 0 [the env's]",
+    )
     resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(
         {}, description="Texts that it works with, by name: prompts, system_prompt, tool:NAME"
     )
     served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
     agent: AgentConfig | None = None
-    output_dir: str | None = Field(None, description="Where checkpoints go [in AGENTRL_HOME]")
-    hooks: Texts = Field((), description="Hook classes, package.module:ClassName")
+    output_dir: str | None = option(None, "--output-dir", description="Where checkpoints go [in AGENTRL_HOME]")
+    hooks: Texts = option((), "--hook", metavar="MODULE:CLASS", description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -630,21 +721,40 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 KEYS = tuple(RunConfig().flat())
 """Every dotted key of the config."""
 
-_SECTIONS = {f"{name}.": type(getattr(RunConfig(), name)) for name in RunConfig.model_fields} | {"agent.": AgentConfig}
-
-_FIELDS = {
-    prefix + name: field
-    for prefix, section in [("", RunConfig), *_SECTIONS.items()]
-    if isinstance(section, type) and issubclass(section, Section)
-    for name, field in section.model_fields.items()
-    if prefix + name in KEYS
+SECTIONS: dict[str, type[Section]] = {
+    **{name: type(value) for name, value in RunConfig() if isinstance(value, Section)},
+    "agent": AgentConfig,
 }
+"""The sections, by their names."""
 
-DESCRIPTIONS = {key: field.description or "" for key, field in _FIELDS.items()}
+_ALL: dict[str, type[Section]] = {"": RunConfig, **SECTIONS}
+FIELDS = {
+    f"{name}.{field}" if name else field: (section, info)
+    for name, section in _ALL.items()
+    for field, info in section.model_fields.items()
+    if (f"{name}.{field}" if name else field) in KEYS
+}
+"""Dotted key -> its section and its field."""
+
+DESCRIPTIONS = {key: field.description or "" for key, (_, field) in FIELDS.items()}
+
+
+def _flag_of(section: type[Section], extra: Any) -> Flag | None:
+    flag = extra["flag"] if extra else None
+    return replace(flag, panel=flag.panel or section.PANEL) if flag else None
+
+
+FLAG_OF: dict[str, Flag] = {
+    key: flag for key, (section, field) in FIELDS.items() if (flag := _flag_of(section, field.json_schema_extra))
+}
+"""Dotted key -> its option of `submit`."""
+
+FLAGS = {flag.keyword: key for key, flag in FLAG_OF.items()}
+"""Option of `submit`, which is also a keyword of the Trainer -> key of the config."""
 
 OLDER_KEYS = {
     f"{key.rpartition('.')[0]}.{other}": key
-    for key, field in _FIELDS.items()
+    for key, (_, field) in FIELDS.items()
     if isinstance(field.validation_alias, AliasChoices)
     for other in field.validation_alias.choices
     if not key.endswith(f".{other}")

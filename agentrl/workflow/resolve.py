@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.workflow.config import KEYS, OLDER_KEYS, RunConfig, build, flatten
+from agentrl.workflow.config import FLAGS, KEYS, OLDER_KEYS, RunConfig, build, flatten
 from agentrl.workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
@@ -25,52 +25,6 @@ OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """Other names of keys and flags -> the name: a section that is given as one text, and older names."""
 TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
 """What people may call the number of tasks in a section that has a key `tasks`."""
-FLAGS = {
-    "dataset": "dataset.name",
-    "split": "dataset.split",
-    "map": "dataset.map",
-    "filter": "dataset.filter",
-    "keep_solved": "dataset.keep_solved",
-    "epochs": "epochs",
-    "iterations": "iterations",
-    "model": "model.path",
-    "env": "env",
-    "tools": "tools",
-    "reward": "rewards",
-    "hook": "hooks",
-    "agent": "agent.name",
-    "agent_network": "agent.network",
-    "agent_unsafe": "agent.unsafe",
-    "agent_sandbox": "agent.sandbox",
-    "algorithm": "algorithm.name",
-    "trainer": "update.trainer",
-    "engine": "rollout.engine",
-    "group_size": "rollout.group_size",
-    "tasks_per_iteration": "rollout.tasks_per_iteration",
-    "batch_size": "update.batch_size",
-    "gradient_accumulation_steps": "update.gradient_accumulation_steps",
-    "max_new_tokens": "rollout.max_new_tokens",
-    "max_steps": "rollout.max_steps",
-    "max_staleness": "rollout.max_staleness",
-    "max_tasks": "dataset.max_tasks",
-    "temperature": "rollout.temperature",
-    "learning_rate": "update.learning_rate",
-    "lora": "model.lora",
-    "lora_r": "model.lora_r",
-    "load_in_4bit": "model.load_in_4bit",
-    "trust_remote_code": "model.trust_remote_code",
-    "tool_format": "model.tool_format",
-    "strict_calls": "model.strict_calls",
-    "chat_template": "model.chat_template",
-    "eval_every": "eval.every",
-    "save_every": "update.save_every",
-    "seed": "seed",
-    "name": "name",
-    "output_dir": "output_dir",
-    "report_to": "report.to",
-    "report_samples": "report.samples",
-}
-"""Flag of `submit`, which is also a keyword of the Trainer -> key of the config."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
 """Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
 

@@ -850,10 +850,10 @@ def test_doctor_exits_with_4_where_a_service_is_away(
     assert main(["doctor", "--model", "/nowhere"]) == 4
     lines = capsys.readouterr().out.splitlines()
     (broker,) = [line for line in lines if line.startswith("fail  broker")]
-    assert broker.endswith("Check AGENTRL_BROKER_URL.")
+    assert broker.endswith("Check AGENTRL_BROKER_URL and AGENTRL_BROKER_PASSWORD.")
     assert any(line.startswith("fail  template") for line in lines)
     assert main(["up"]) == 4
-    assert "Check AGENTRL_BROKER_URL." in capsys.readouterr().err
+    assert "Check AGENTRL_BROKER_URL and AGENTRL_BROKER_PASSWORD." in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("forked_programs")
