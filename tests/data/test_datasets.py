@@ -175,7 +175,7 @@ def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) 
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith("agentrl.workflow.errors.DatasetError: gsm8k cannot be loaded from the hub")
+    assert last.startswith("agentrl.workflow.errors.DatasetError: gsm8k cannot be loaded: ")
     assert "AGENTRL_GSM8K_DIR" in last
 
 

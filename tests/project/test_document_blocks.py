@@ -75,7 +75,6 @@ RULES = Rules(
     not_run={
         r"^make test": "it runs this test",
         r"^pip install": "it installs from the package index",
-        r"control loop, every": "a drawing",
         r"^agentrl/ ": "a drawing, which test_readme.py checks",
     },
     stays_up={r"^agentrl ui": "/", r"^agentrl serve": "/v1/models"},

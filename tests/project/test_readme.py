@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 from sqlalchemy import text
@@ -9,7 +10,9 @@ from sqlalchemy import text
 from agentrl.workflow.algorithms import gradients
 from agentrl.workflow.plugins import names
 from agentrl.workflow.store.connect import Database
-from tests.project.documents import DOCS, ROOT, between, section
+from tests.project.documents import DOCS, ROOT, between, rows, section
+
+ARCHITECTURE = DOCS / "architecture.md"
 
 
 def test_six_queries_are_shown_and_run_on_both_databases(database: Database) -> None:
@@ -35,18 +38,17 @@ def tracked() -> list[Path]:
     return [Path(file) for file in listed if (ROOT / file).is_file() and not (ROOT / file).is_symlink()]
 
 
-def test_the_rooms_shown_are_the_rooms() -> None:
+def test_readme_tree_names_folders() -> None:
+    """Every folder in the README's tree is tracked, and all top-level folders are in it."""
     (tree,) = re.findall(r"<!-- tree -->\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    product = {
-        f"{file.parent}/"
-        for file in tracked()
-        if file.suffix == ".py" and file.parts[0] == "agentrl" and file.parts[1] != "migrations"
-    }
-    assert paths(tree) == product | {"agentrl/migrations/", "tests/", "bench/", "configs/", "examples/", "docs/"}
+    assert len(tree.splitlines()) <= 20
+    folders = {f"{folder}/" for file in tracked() for folder in file.parents}
+    top = {f"{file.parts[0]}/" for file in tracked() if len(file.parts) > 1 and not file.parts[0].startswith(".")}
+    assert top <= paths(tree) <= folders
 
 
-def test_the_tree_shown_is_the_tree() -> None:
-    (tree,) = re.findall(r"```text\n(.*?)```", section(DOCS / "design.md", "## The tree"), re.DOTALL)
+def test_architecture_tree_is_the_tree() -> None:
+    (tree,) = re.findall(r"```text\n(.*?)```", section(ARCHITECTURE, "## The tree"), re.DOTALL)
     shown = {path for path in paths(tree) if path.endswith(".py")}
     code = {
         str(file) for file in tracked() if file.suffix == ".py" and file.parts[0] == "agentrl" and file.parts[1] != "migrations"
@@ -55,6 +57,32 @@ def test_the_tree_shown_is_the_tree() -> None:
     for top in ("tests", "bench"):
         folders = {f"{top}/{file.parts[1]}/" for file in tracked() if file.parts[0] == top and len(file.parts) > 2}
         assert {path for path in paths(tree) if path.startswith(f"{top}/")} == folders | {f"{top}/"}
+
+
+def test_architecture_table_names_files_and_definitions() -> None:
+    """Every path in "Where is ...?" exists, and each name in its last column is defined in one of the row's files."""
+    table = rows(section(ARCHITECTURE, "## Where is ...?"))
+    assert len(table) >= 25
+    for task, where, start in table:
+        files = [ROOT / "agentrl" / path for path in re.findall(r"`([\w/]+/[\w.]*)`", where)]
+        assert [file for file in files if not file.exists()] == [], task
+        sources = [file / "__init__.py" if file.is_dir() else file for file in files]
+        text = "\n".join(file.read_text() for file in sources if file.is_file())
+        for name in re.findall(r"`(\w+)`", start):
+            defined = rf'^(?:\s*(?:async )?(?:def|class|function) {name}\b|{name}\b[^\n]*=|\s*"{name}":)'
+            assert re.search(defined, text, re.MULTILINE), f"{task}: {name}"
+
+
+def test_architecture_layers_are_those_of_the_contracts() -> None:
+    (block,) = re.findall(r"```text\n(.*?)```", section(ARCHITECTURE, "## Which package may import which"), re.DOTALL)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {contract["containers"][0]: contract["layers"] for contract in contracts if contract["type"] == "layers"}
+    expected = [
+        line
+        for package in layers["agentrl"]
+        for line in (package, *(f"    {layer}" for layer in layers.get(f"agentrl.{package}", [])))
+    ]
+    assert block.splitlines() == expected
 
 
 def test_every_tool_format_is_in_the_table() -> None:
