@@ -24,6 +24,7 @@ SUBJECTS = (
     "endpoint",
     "fit",
     "ui",
+    "rows",
 )
 ON_REQUEST = ("million",)
 """What takes long, and is measured only where it is named."""

@@ -201,14 +201,14 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
         DatasetError: the first row lacks a column; then it is the name that is wrong.
     """
     columns = [column for column in config.map.values() if column not in config.map]
-    is_first = True
+    pairs, is_first = tuple(config.map.items()), True
     for row in rows:
         values = row.values
         if values is None:
             yield row
             continue
         try:
-            fields = {field: nested_value(values, column) for field, column in config.map.items()}
+            fields = {field: values[column] if column in values else nested_value(values, column) for field, column in pairs}
         except KeyError as error:
             problem = f"no column {error.args[0]!r}"
             if is_first:
