@@ -61,6 +61,9 @@ def sft(
         int | None,
         typer.Option("--max-tasks", "--max-samples", min=1, help="Only the first N tasks of the dataset.", show_default=False),
     ] = None,
+    split: Annotated[str, typer.Option(help="Split of rows.")] = "train",
+    map: Annotated[str | None, typer.Option(help="Columns of rows to read: question=A,answer=B.C", show_default=False)] = None,
+    filter: Annotated[str | None, typer.Option(help="SQL condition on the columns of rows.", show_default=False)] = None,
     lora_r: Annotated[
         int | None,
         typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
@@ -137,10 +140,10 @@ def sft(
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
     words = {"tool_format": tool_format, "chat_template": chat_template}
-    how = _LearningOptions(
-        asked, epochs, max_tasks, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code
-    )
+    rows = {"split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
+    how = _LearningOptions(asked, epochs, rows, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-tasks": max_tasks, "--held-out": held_out or None}
+    of_dataset |= {"--map": map, "--filter": filter, "--split": None if split == "train" else split}
     if not from_episodes:
         refuse_options(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _held_out_share(held_out)
@@ -156,13 +159,13 @@ def sft(
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """The options of a training: `asked` are the recipe's; `parts` (what trains) and `words` (chat) are keys of the section
-    `model` of a config, None if not given.
+    """The options of a training: `asked` are the recipe's, `rows` keys of the section `dataset` of a config; `parts` (what
+    trains) and `words` (chat) are keys of the section `model`, None if not given.
     """
 
     asked: Mapping[str, Any]
     epochs: int | None
-    max_tasks: int | None
+    rows: Mapping[str, Any]
     parts: Mapping[str, Any]
     words: Mapping[str, Any]
     lora: str
@@ -201,7 +204,6 @@ def _held_out_share(held_out: float) -> float:
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
     from agentrl.workflow.chat.templates import settle_chat
-    from agentrl.workflow.config import DatasetConfig
     from agentrl.workflow.datasets import Dataset, is_rows
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
     from agentrl.workflow.plugins import find
@@ -210,7 +212,11 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
     found: Dataset | list[Demonstration]
-    rows = DatasetConfig(name=dataset, max_tasks=how.max_tasks)
+    asked = {f"dataset.{name}": value for name, value in how.rows.items() if value is not None}
+    rows = build({**asked, "dataset.name": dataset}).dataset
+    if not is_rows(dataset):
+        own = {f"--{name}": how.rows[name] for name in ("map", "filter")}
+        refuse_options(own, "for the rows of files, folders and the hub.", "Leave it out.")
     found = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
@@ -224,7 +230,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
     start = Start(config, policy, manifest=manifest) if policy else None
     learn = partial(fine_tune, found, path, target, recipe=_build_recipe(path, how, config), start=start, config=config)
-    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_tasks=how.max_tasks, **place.writing_options))
+    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_tasks=rows.max_tasks, **place.writing_options))
     if config.load_in_4bit or config.load_in_8bit:
         say(DEQUANTISED_NOTE)
     show_made(made, f"{made.examples} demonstrations", {}, as_json)

@@ -197,6 +197,9 @@ def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
     assert "is not parquet that can be read" in refusal(file("cut.parquet", whole[: len(whole) // 2]))
     assert "is not arrow that can be read" in refusal(file("text.arrow", b"x" * 100))
     assert "No such file" in refusal(tmp_path / "absent.parquet")
+    assert "jq -c '.[]' rows.json > rows.jsonl" in refusal(file("rows.json", b"[]"))
+    assert "is not read. Write its rows as .jsonl" in refusal(file("rows.jsonl.gz", b"\x1f"))
+    assert len(load(file("LOUD.CSV", b"question,answer\na,1\n")).tasks) == 1
     deep = pyarrow.array([None], pyarrow.int8())
     for _ in range(40):
         deep = pyarrow.array([None], pyarrow.list_(deep.type))

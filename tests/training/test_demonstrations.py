@@ -77,6 +77,13 @@ def test_demonstrations_of_trl_rows_are_read_from_parquet(tmp_path: Path) -> Non
         assert read_demonstrations(DatasetConfig(name=str(file))) == [shown], row
 
 
+def test_demonstrations_of_other_columns_are_mapped_and_filtered(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "prompt": "unused", "solution": "b", "level": level} for level in ("easy", "hard")]
+    options = {"map": {"question": "problem", "answer": "solution"}, "filter": "level = 'easy'"}
+    shown = Demonstration((Message("user", "a"), Message("assistant", "b")))
+    assert read_demonstrations(DatasetConfig(name=str(written(tmp_path, *rows)), **options)) == [shown]
+
+
 def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     lines: list[tuple[object, str]] = [

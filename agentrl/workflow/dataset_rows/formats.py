@@ -50,18 +50,24 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file, by its suffix (`READERS`).
+    """Yield the rows of a file, by its suffix (`READERS`, in small letters or capitals).
 
     Args:
         label: of the rows.
         where: a text before the unit that its rows are counted in.
 
     Raises:
-        DatasetError: there is no such file, or it is not of its format.
+        DatasetError: there is no such file, it is not of its format, or no reader knows that.
     """
-    unit = "row" if path.suffix in (".parquet", ".arrow") else "line"
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        hint = f"Write its rows as {', '.join(READERS)}."
+        if suffix == ".json":
+            hint += f" With jq: jq -c '.[]' {path.name} > {path.stem}.jsonl"
+        raise DatasetError(f"The format of {str(path)!r} is not read.", hint)
+    unit = "row" if suffix in (".parquet", ".arrow") else "line"
     try:
-        yield from READERS[path.suffix](path, label, where + unit)
+        yield from READERS[suffix](path, label, where + unit)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())[:300]
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: {reason}.", "Check the path.") from error

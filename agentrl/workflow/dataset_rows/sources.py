@@ -34,7 +34,7 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
     """Return what a dataset's name stands for. Without a slash or a known suffix it is a plug-in, or else a folder."""
-    if Path(name).suffix in READERS:
+    if Path(name).suffix.lower() in READERS or Path(name).expanduser().is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
         is_folder = name not in ("", *names("datasets")) and ":" not in name and Path(name).is_dir()
@@ -118,7 +118,7 @@ def _read_files(name: str, split: str) -> Iterator[SourceRow]:
 def _split_files(folder: Path, split: str) -> list[Path]:
     if not folder.is_dir():
         raise DatasetError(f"There is no dataset {str(folder)!r}: no such folder.", "Check the path.")
-    found = [path for path in islice(_walk(folder, MAX_DEPTH), MAX_FILES) if path.suffix in READERS]
+    found = [path for path in islice(_walk(folder, MAX_DEPTH), MAX_FILES) if path.suffix.lower() in READERS]
     if not found:
         scripts = sorted(path.name for path in folder.glob("*.py"))[:1]
         if scripts:
@@ -167,10 +167,12 @@ def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:
     name, _, part = config.name.partition(":")
     answer = hub.ask_hub("dataset", name)
     if answer == "unknown":
-        raise DatasetError(f"The hub has no dataset {name!r}, or you may not see it.", "Check the name; log in: hf auth login")
+        message = f"There is no folder {name!r} here, and the hub has no such dataset, or you may not see it."
+        raise DatasetError(message, "Check the name. Log in: hf auth login")
     if answer == "away":
         if not hub.has_fetched_dataset(name):
-            raise DatasetError(f"The dataset {name!r} cannot be read: the hub does not answer.", "Name a local folder or file.")
+            message = f"There is no folder {name!r} here, and the hub does not answer."
+            raise DatasetError(message, "Name a file or folder of rows.")
         hub.go_offline()  # then only files fetched before can be used
     label = f"{name}/{config.split}"
     for number, values in enumerate(_stream_hub(config, name, part, answer == "known"), start=1):

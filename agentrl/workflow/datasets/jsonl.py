@@ -14,7 +14,7 @@ All malformed rows are reported at once, so that a file can be repaired in one g
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice, takewhile
@@ -127,11 +127,7 @@ def read_values(sources: Iterable[SourceRow]) -> tuple[list[Row], list[str]]:
 
 
 def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
-    for fields in (
-        (PROMPTS, REFERENCES) if mapped else ()
-    ):  # a column that is mapped to a field takes the place of the field's other names
-        if any(name in mapped for name in fields):
-            row = {key: value for key, value in row.items() if key not in fields or key in mapped}
+    row = prefer_mapped(row, mapped, (PROMPTS, REFERENCES)) if mapped else row
     prompt = "chosen" if _has_implicit_prompt(row) else only_one_of(PROMPTS, row)
     reference, answer = _find_reference(row)
     metadata = {key: value for key, value in row.items() if key not in (prompt, reference)}
@@ -143,6 +139,14 @@ def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
     else:
         messages = (Message("user", _prompt_text(prompt, row[prompt])),)
     return Row(number, messages, _reference(reference, answer), metadata)
+
+
+def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the row without the other names of a field that a column was mapped to; `kinds` are the names of each field."""
+    for names in kinds:
+        if any(name in mapped for name in names):
+            row = {key: value for key, value in row.items() if key not in names or key in mapped}
+    return row
 
 
 def _has_implicit_prompt(row: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows.json_objects import read_object
 from agentrl.workflow.dataset_rows.sources import read_source
-from agentrl.workflow.datasets.jsonl import add_problem, malformed_error, only_one_of, plain_text, read_messages
+from agentrl.workflow.datasets.jsonl import add_problem, malformed_error, only_one_of, plain_text, prefer_mapped, read_messages
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.trajectory import Message
 
@@ -43,7 +43,8 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
         try:
             if row.values is None:
                 raise ValueError(row.problem)
-            found.append(_demonstration(row.values))
+            kinds = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
+            found.append(_demonstration(prefer_mapped(row.values, tuple(config.map), kinds)))
         except ValueError as error:
             add_problem(problems, f"{row.place}: {error}", config)
     if problems:
