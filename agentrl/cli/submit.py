@@ -315,6 +315,7 @@ def _show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
         "algorithm": config.algorithm.name,
         **_describe_update(prepared.experiment),
         **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
+        **({"report_to": ", ".join(config.report.to)} if config.report.to else {}),
         "tasks": tasks or f"{len(submission.groups)} stored groups",
         **({} if submission.kind == "search" else {"epochs": submission.passes, "iterations": submission.iterations}),
         "group_size": submission.group_size,

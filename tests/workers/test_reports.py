@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from agentrl.workers.requests.submit import remark_on_trackers
 from agentrl.workers.stack.report_processes import FAILED, ReportProcess, ReportProcesses
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError
@@ -233,6 +234,18 @@ def test_report_command_says_what_is_wrong(
     assert done.returncode == code
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_submission_refuses_a_tracker_that_does_not_exist(home: Path) -> None:
+    done = agentrl("submit", "--dataset", "arithmetic", "--report-to", "wandb,tensorbord", "--dry-run")
+    assert done.returncode == 2
+    assert "No tracker is called 'tensorbord'. Did you mean 'tensorboard'?" in " ".join(done.stderr.split())
+
+
+def test_submission_remarks_on_a_tracker_without_its_package() -> None:
+    lacking = "tests.support.line_tracker:lacking_tracker"
+    (remark,) = remark_on_trackers(build({"report.to": [LINES, lacking]}))
+    assert remark.startswith("no_such_package is not installed here. Where the control loop runs, it needs: pip install ")
 
 
 def agentrl(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import chain, dropwhile
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -35,6 +36,7 @@ from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.installation import install_command
 from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.models.lookup import (
     TINY,
@@ -106,7 +108,7 @@ def prepare(
     if kind == "search":
         config, divided = settle_texts(asked), divide(config, loaded.tasks)
     with check("tools and rewards"):
-        _check_tools(asked)
+        _check_tools_and_trackers(asked)
         check_rewards(asked.weights)
         load_hooks(config.hooks)
     with check("references"):
@@ -151,6 +153,7 @@ def prepare(
     remarks += (
         *remark_on_tasks(config, loaded),
         *chosen.remarks,
+        *remark_on_trackers(config),
         *remark_on_agent(experiment),
         *((untold,) if untold else ()),
         *_remark_on_tiny(experiment, folder),
@@ -209,7 +212,9 @@ def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
     return "search", settle_search(config)
 
 
-def _check_tools(made: Experiment) -> None:
+def _check_tools_and_trackers(made: Experiment) -> None:
+    for name in made.config.report.to:
+        find("trackers", name)
     for tool in (*made.tools.values(), *made.judges.values()):
         tool.check()
 
@@ -302,6 +307,13 @@ def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
             f"{made.config.env!r} it writes noise. Make one that imitates this dataset, if it has demonstrations (agentrl sft "
             f"--dataset {made.config.dataset.name} --model tiny), or take a pretrained model."
         )
+
+
+def remark_on_trackers(config: RunConfig) -> Iterator[str]:
+    """Remarks on trackers whose packages are not installed here; the control loop may run elsewhere."""
+    for package in [find("trackers", name).package for name in config.report.to]:
+        if find_spec(package) is None:
+            yield f"{package} is not installed here. Where the control loop runs, it needs: {install_command(package)}"
 
 
 def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
