@@ -47,7 +47,19 @@ def report(
         show(f"{each.tracker}: {each.iteration} iterations{f'; {each.url}' if each.url else ''}")
     if not rows:
         say(f"{row['name']} is written to no tracker. Write it: agentrl report {row['name']} --to tensorboard")
-    if failed := [each.error for each in rows if each.error and trackers]:
+    if trackers and row["status"] != "running":
+        _check_written(row["name"], rows)
+
+
+def _check_written(run: str, rows: list[Any]) -> None:
+    """Say which reports another process writes.
+
+    Raises:
+        ServiceError: some could not be written.
+    """
+    if others := [each.tracker for each in rows if not (each.error or each.status)]:
+        say(f"Another process writes {', '.join(others)}. Look again: agentrl report {run}")
+    if failed := [each.error for each in rows if each.error]:
         raise ServiceError("\n  ".join(failed))
 
 

@@ -17,7 +17,7 @@ from agentrl.workers.stack.process import database, stopping
 from agentrl.workers.stack.report_processes import AGAIN, FAILED
 from agentrl.workers.stack.worker import set_up_logging
 from agentrl.workflow.analysis.transcript import transcript_lines
-from agentrl.workflow.errors import AgentRLError, ServiceError
+from agentrl.workflow.errors import AgentRLError, Fenced
 from agentrl.workflow.installation import install_command
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime.shown_text import one_line
@@ -60,7 +60,7 @@ class Reporter:
         """Open the tracker's run, and write each step as its rows are committed.
 
         Raises:
-            ServiceError: another process writes this report.
+            Fenced: another process writes this report.
         """
         parent = os.getppid()
         with self._limited():
@@ -123,7 +123,7 @@ class Reporter:
         """Let SIGALRM end the process if the tracker takes too long; it acts on code that never returns to Python, too."""
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
         if not leases.take_service_lease(self.db, lease, self.claim, seconds):
-            raise ServiceError("Another process writes this report.", f"agentrl report {self.run.name}")
+            raise Fenced("Another process writes this report.")
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         try:
             yield
@@ -180,6 +180,9 @@ def main(run_id: int, name: str, claim: str) -> int:
         reporter = Reporter(db, report, claim)
         tracker = reporter.tracker
         reporter.write()
+    except Fenced as error:  # of a control loop that was killed: it ends soon
+        log.info("%s", error)
+        return FAILED
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker may raise anything; the run must not feel it
         sentence = describe_failure(report, tracker, error)
         log.warning("%s", sentence)
