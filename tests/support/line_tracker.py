@@ -37,7 +37,7 @@ class Session:
     def log(self, step: TrackedStep) -> None:
         reached = step.number == self.number
         if self.fault == "log":
-            raise RuntimeError("the key is wrong")
+            raise RuntimeError(f"the key is wrong: {os.environ.get('LINE_API_KEY')} at https://me:pw@example.org")
         if self.fault == "hang" and reached:
             time.sleep(60)
         self.write({"series": step.series, "number": step.number, "metrics": step.numbers, "text": step.text})

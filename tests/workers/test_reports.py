@@ -126,11 +126,14 @@ def test_report_that_hangs_is_ended_and_told_once(own_database: Database, faults
 @pytest.mark.parametrize(("fault", "said"), [("open", "502 Bad Gateway"), ("log", "the key is wrong")])
 def test_report_that_fails_is_one_event(own_database: Database, faults: pytest.MonkeyPatch, fault: str, said: str) -> None:
     play_run(own_database)
+    faults.setenv("LINE_API_KEY", "wrongsecret")
     faults.setenv("LINE_TRACKER", fault)
     assert [write(own_database) for _ in range(2)] == [FAILED] * 2
     (sentence,) = events(own_database)
     assert said in sentence
     assert "\n" not in sentence
+    assert "wrongsecret" not in sentence
+    assert "me:pw@" not in sentence
 
 
 def test_report_without_its_package_names_the_command(own_database: Database) -> None:

@@ -36,6 +36,7 @@ from agentrl.workflow.trackers import (
     TrackerSession,
     eval_metrics,
     iteration_metrics,
+    mask_text,
     masked_config,
 )
 from agentrl.workflow.trajectory import OPEN
@@ -66,7 +67,7 @@ class Reporter:
         with self._limited():
             session = self.tracker.open(self.run, self.report.handle)
             self.last |= session.last_numbers()
-        run_reports.record_opened(self.db, self.report, session.handle, session.url)
+        run_reports.record_opened(self.db, self.report, session.handle, mask_text(session.url, os.environ))
         while True:
             status = run_reports.load_run_status(
                 self.db, self.report.run_id
@@ -184,7 +185,7 @@ def main(run_id: int, name: str, claim: str) -> int:
         log.info("%s", error)
         return FAILED
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker may raise anything; the run must not feel it
-        sentence = describe_failure(report, tracker, error)
+        sentence = mask_text(describe_failure(report, tracker, error), os.environ)
         log.warning("%s", sentence)
         run_reports.record_failure(db, report, sentence)
         return FAILED

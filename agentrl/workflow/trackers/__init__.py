@@ -124,9 +124,17 @@ def masked_config(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict
     Args:
         environ: variables of this process; the values of those that are named like secrets are masked wherever they occur.
     """
-    secrets = [value for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_CHARS]
-    values = dict(flatten(config))
+    secrets, values = _secrets_of(environ), dict(flatten(config))
     return {key: _length(value) if key in TEXT_KEYS else _masked(value, secrets) for key, value in values.items()}
+
+
+def mask_text(text: str, environ: Mapping[str, str]) -> str:
+    """Return the text without secrets, as `masked_config` does it: a tracker's address or message may show its key."""
+    return str(_masked(text, _secrets_of(environ)))
+
+
+def _secrets_of(environ: Mapping[str, str]) -> list[str]:
+    return [value for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_CHARS]
 
 
 def _length(value: Any) -> str:
