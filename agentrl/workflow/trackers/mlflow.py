@@ -47,9 +47,9 @@ class _Session:
         return {series: int(present[series]) for series in (ITERATION, EVALUATION) if series in present}
 
     def log(self, step: TrackedStep) -> None:
-        self._client.log_batch(self.handle, metrics=list(_metrics(step)))
-        if step.text:
+        if step.text:  # first: a step whose metrics are there counts as written
             self._client.log_text(self.handle, step.text, f"{SAMPLES}-{step.number:06}.md")
+        self._client.log_batch(self.handle, metrics=list(_metrics(step)))
 
     def finish(self, status: str) -> None:
         if status in STATUS:
