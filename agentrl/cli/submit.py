@@ -15,7 +15,7 @@ from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.options import Assignments, ConfigFile, with_config_options
 from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
 from agentrl.cli.resolve_targets import existing_database, find_stored_start
-from agentrl.workflow.config import FLAGS, AgentConfig, RunConfig
+from agentrl.workflow.config import FLAGS, AgentConfig, ModelConfig, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
 from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.runtime.shown_text import cell
@@ -287,13 +287,15 @@ def _hours(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def _describe_model(facts: dict[str, Any], sampled_here: bool) -> dict[str, str]:
-    """How the built-in sampler runs the model, the layers that LoRA trains, and remarks."""
+def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfig) -> dict[str, str]:
+    """How the built-in sampler runs the model, the layers that LoRA trains, else the precision, and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
         trained = facts["trained"]
         plan["lora_layers"] = ", ".join(f"{name} x {count}" for name, count in layers.items())
         plan["lora_trains"] = f"{trained['trainable']:,} of {trained['all']:,} parameters"
+    elif "trained" in facts and model.dtype == "auto" and model.numerics != "exact":
+        plan["precision"] = "float32; on a GPU bfloat16 with float32 weights (model.dtype=float32: float32 there too)"
     return plan | ({"remarks": " ".join(facts["remarks"])} if facts.get("remarks") else {})
 
 
@@ -307,7 +309,7 @@ def _show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
         "dataset": f"{config.dataset.name} ({config.dataset.split})",
         "model": submission.policy.base,
         **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
-        **_describe_model(facts, prepared.experiment.engine.local),
+        **_describe_model(facts, prepared.experiment.engine.local, config.model),
         "env": config.env,
         **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
         "tool_format": _describe_calls(config.model),

@@ -201,10 +201,11 @@ class ModelConfig(Section):
         description="Linear layers that LoRA trains, by name; all-linear: those of the decoder without head and routers",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: LoRA on a GPU in half precision, else float32"
+        "auto",
+        description="auto: on a GPU LoRA in half precision, and all weights in bfloat16 with float32 masters; else float32",
     )
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: dtype"
+        "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: as the trainer"
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="How transformers computes attention; auto: its choice for the model"

@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.inference.model_rows import open_rows
 from agentrl.workflow.inference.slot_rows import SlotRows
+from agentrl.workflow.models import policy as policies
 from agentrl.workflow.models.headers import read_model_files
 from agentrl.workflow.models.loading import DTYPES
 from agentrl.workflow.models.logprobs import checkpointing, token_logprobs
@@ -25,6 +26,7 @@ from agentrl.workflow.models.memory_estimate import (
     always,
     estimate_memory,
     microbatch_that_fits,
+    shape_of,
     while_sampling,
     while_updating,
 )
@@ -66,6 +68,26 @@ def test_estimate_activations_are_what_autograd_saves(quantised: Callable[[int],
     fewer, more = (_saved(*quantised(layers), (rows, tokens), on) for layers in (2, 5))
     # The rest of the model keeps something too, whatever the layers are.
     assert more[0] - fewer[0] == pytest.approx(more[1] - fewer[1], rel=0.01)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_estimate_of_mixed_precision_is_what_autograd_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    monkeypatch.setattr(policies, "mixed_dtype", lambda device, kind: torch.bfloat16)
+
+    def load(layers: int) -> tuple[Policy, Shape]:
+        files = read_model_files(path := tiny_random(tmp_path / str(layers), layers=layers, width=128))
+        policy = Policy.load(ModelConfig(lora_r=0), str(path), "cpu")
+        return policy, Shape(files.config, files.shapes, 0, FLOAT // 2, mixed=True)
+
+    fewer, more = (_saved(*load(layers), (3, 40), on) for layers in (2, 5))
+    assert more[0] - fewer[0] == pytest.approx(more[1] - fewer[1], rel=0.01)
+
+
+def test_estimate_of_full_weights_on_a_gpu_is_that_of_mixed_precision(tmp_path: Path) -> None:
+    files = read_model_files(tiny_random(tmp_path))
+    mixed, asked = (shape_of(build({"model.lora_r": 0, "model.dtype": d}), files, 0, on_gpu=True) for d in ("auto", "float32"))
+    assert (mixed.mixed, mixed.element) == (True, 2)
+    assert (asked.mixed, asked.element) == (False, FLOAT)
 
 
 def _saved(policy: Policy, shape: Shape, size: tuple[int, int], on: bool) -> tuple[int, int]:

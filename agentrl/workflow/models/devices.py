@@ -28,6 +28,15 @@ def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dty
     return torch.bfloat16 if native else torch.float16
 
 
+def mixed_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype | None:
+    """Return what products compute in where float32 weights train; None: in float32 too.
+
+    On a GPU with bfloat16 units all weights train in mixed precision (Micikevicius et al. 2018, arXiv 1710.03740), in bfloat16,
+    which needs no loss scale. LoRA's frozen base is in `auto_dtype` itself.
+    """
+    return torch.bfloat16 if kind == "full" and auto_dtype(device, "lora") == torch.bfloat16 else None
+
+
 def try_kernel(device: torch.device, dtype: torch.dtype) -> None:
     """Run a small matrix product on the device and wait for it.
 

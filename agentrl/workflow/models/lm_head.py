@@ -36,9 +36,17 @@ def head_logprobs(
     Returns:
         Two tensors (N,), in nats: float32, or float64 where the hidden states are.
     """
-    found: tuple[Tensor, Tensor] = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, targets, temperature, entropy_trains
-    )
+    device = hidden.device.type
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if torch.is_autocast_enabled(device):  # cast here, so that the backward pass computes in the same precision
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        found: tuple[Tensor, Tensor] = _Head.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, temperature, entropy_trains
+        )
     return found
 
 

@@ -53,9 +53,10 @@ class Shape:
         config: the object in the model's `config.json`, of the text model where it is one of several.
         weights: shapes of all weights.
         rank: of the LoRA adapters; 0 trains all weights.
-        element: bytes per number in the model's computation: 4 on a CPU, 2 with LoRA on a GPU, 8 with `numerics: exact`.
+        element: bytes per number in the model's computation: 4 on a CPU, 2 on a GPU, 8 with `numerics: exact`.
         bits: of a stored weight of the projections, where they are quantised; 0: as the model computes.
         targets: layers that have an adapter.
+        mixed: weights in float32 train with products in 2 bytes.
     """
 
     config: Mapping[str, Any]
@@ -64,6 +65,7 @@ class Shape:
     element: int
     bits: int = 0
     targets: tuple[str, ...] = (ALL_LINEAR,)
+    mixed: bool = False
 
     @cached_property
     def hidden(self) -> int:
@@ -151,21 +153,24 @@ class Shape:
         """Bytes per token that one layer keeps for its backward pass.
 
         What both norms and all projections read, query, keys, values, attention's result, gate, its SiLU, and up, and what
-        adapters read in between. Norms keep what they read in float32.
+        adapters read in between. Norms keep what they read in float32. In mixed precision they keep what they return too, and
+        each of five projections has a copy of its own.
         """
         inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
         adapters = len(self.adapted) // self.layers if self.rank else 0
-        states = 2 * self.hidden + 2 * self.heads * self.head_width + 2 * self.keys + 4 * inner + adapters * self.rank
-        return FLOAT * (2 * self.hidden + self.heads + 2) + self.element * states
+        norms, copies = (4, 5) if self.mixed else (2, 2)
+        states = copies * self.hidden + 2 * self.heads * self.head_width + 2 * self.keys + 4 * inner + adapters * self.rank
+        return FLOAT * (norms * self.hidden + self.heads + 2) + self.element * states
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
         """Bytes that all layers keep for the backward pass; with checkpointing only what they read.
 
-        Adapters that are cast to the model's precision are kept too.
+        Weights that are cast to the precision of products are kept too.
         """
         if checkpointing:
-            return tokens * self.layers * self.element * self.hidden
-        return tokens * self.layers * self.kept + (self.element * self.lora if self.element < FLOAT else 0)
+            return tokens * self.layers * (FLOAT if self.mixed else self.element) * self.hidden
+        cast = self.base if self.mixed else self.lora if self.element < FLOAT else 0
+        return tokens * self.layers * self.kept + self.element * cast
 
     def at_work(self, tokens: int, checkpointing: bool) -> int:
         """Bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made again."""
@@ -226,6 +231,7 @@ def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
         "gradients": FLOAT * trained,
         "AdamW's moments": 2 * FLOAT * trained,
         f"activations of {tokens} tokens": shape.activations(tokens, checkpointing),
+        **({"the head in 16 bits": shape.element * shape.vocabulary * shape.hidden} if shape.mixed else {}),
         "the layer at work": shape.at_work(tokens, checkpointing),
         "a chunk of logits, and their exponentials": 2 * FLOAT * HEAD_CHUNK,
     }
@@ -289,7 +295,9 @@ def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> S
     model = config.model
     bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
     text = files.config.get("text_config", files.config)
-    return Shape(text, files.shapes, rank, _element(config, rank, on_gpu), bits, tuple(model.lora_targets))
+    mixed = on_gpu and not rank and model.dtype == "auto" and model.numerics != "exact"
+    element = FLOAT // 2 if mixed else _element(config, rank, on_gpu)
+    return Shape(text, files.shapes, rank, element, bits, tuple(model.lora_targets), mixed)
 
 
 def microbatch_that_fits(shape: Shape, free: int, checkpointing: bool) -> int:

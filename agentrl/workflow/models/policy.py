@@ -12,7 +12,7 @@ one function; each holds `lock` while it is open, because they share one base. K
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.adapter_precision import cast_adapters_down
 from agentrl.workflow.models.cache_layout import read_layout
-from agentrl.workflow.models.devices import pick_device
+from agentrl.workflow.models.devices import mixed_dtype, pick_device
 from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
@@ -55,6 +55,7 @@ class Policy:
         max_context: tokens that fit into one row.
         vocabulary: number of ids that the model can sample.
         lock: held while the modules are in use.
+        mixed_dtype: what products of the float32 weights that train compute in; None: in float32.
     """
 
     def __init__(self, config: ModelConfig, folder: Path, device: str, weights: bool = True) -> None:
@@ -72,6 +73,8 @@ class Policy:
                 "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
             )
         self.max_context, self.vocabulary = loading.context_and_vocabulary(folder, config.trust_remote_code)
+        by_device = config.dtype == "auto" and config.numerics != "exact"
+        self.mixed_dtype = mixed_dtype(self.device, self.kind) if by_device else None
         self._lora_layers: LoraLayers | None = None
         self._reference: nn.Module | None = None
         self._published: str | None = ""
@@ -104,6 +107,8 @@ class Policy:
                 raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
             device, threads = "cpu", 1
             torch.use_deterministic_algorithms(True)
+        elif config.dtype == "auto" and pick_device(device).startswith("cuda"):
+            torch.set_float32_matmul_precision("high")  # what is left of float32's products, in TF32
         if threads:
             torch.set_num_threads(threads)
         return cls(config, model_folder(path, config.trust_remote_code), pick_device(device), weights)
@@ -131,8 +136,8 @@ class Policy:
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
-        """The trained weights, in train mode."""
-        with self.lock:
+        """The trained weights, in train mode; inside, products compute in `mixed_dtype`."""
+        with self.lock, self._mixed_precision():
             yield self._active("policy").train()
 
     @contextmanager
@@ -149,7 +154,13 @@ class Policy:
                 return
             if self._reference is None:
                 self._reference = _freeze(self._reload_base())
-            yield self._reference
+            with self._mixed_precision():
+                yield self._reference
+
+    def _mixed_precision(self) -> AbstractContextManager[Any]:
+        # Without the cache of casts: one that a forward pass without gradient made would cut later gradients.
+        dtype = self.mixed_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def publish(self, ref: PolicyRef) -> bool:
         """Makes `sampling` read `ref`'s weights (an empty path: the base itself); returns whether that changed them.
@@ -276,9 +287,10 @@ class Policy:
 
     def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
         sampler = _freeze(copy.deepcopy(loaded))
-        if self.config.sampler_dtype != "auto":
+        dtype = self.mixed_dtype if self.config.sampler_dtype == "auto" else loading.DTYPES[self.config.sampler_dtype]
+        if dtype is not None:
             for parameter in sampler.parameters():  # without the buffers: positions stay in float32
-                parameter.data = parameter.data.to(loading.DTYPES[self.config.sampler_dtype])
+                parameter.data = parameter.data.to(dtype)
         return {"policy": loaded, "sampler": sampler}
 
     @torch.no_grad()
