@@ -4,7 +4,7 @@ import pytest
 
 from agentrl.workflow.store import leases, planning, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.leases import MAX_DEVICE_LOSSES, hand_back_claims
+from agentrl.workflow.store.leases import MAX_DEVICE_LOSSES, hand_back_claims, record_cpu_after_loss
 from tests.support.played_runs import play, start, submission, values
 
 REASON = "CUDA error: unspecified launch failure"
@@ -86,3 +86,13 @@ def test_devices_lost_without_progress_fail_the_run(database: Database, progress
     assert values(database, "SELECT status FROM runs") == ["running" if progress else "failed"]
     (reason,) = values(database, "SELECT reason FROM runs")
     assert (f"failed {MAX_DEVICE_LOSSES} times" in reason and REASON in reason) is not progress
+
+
+def test_a_worker_on_the_cpu_says_so_if_the_runs_device_failed(database: Database) -> None:
+    first, _ = start(database, submission())
+    assert record_cpu_after_loss(database, 1, "host:7") == ""
+    assert values(database, "SELECT count(*) FROM events WHERE kind = 'on_cpu'") == [0]
+    lose(database, first, 7, 1)
+    said = record_cpu_after_loss(database, 1, "host:8")
+    assert "on the CPU" in said
+    assert values(database, "SELECT detail FROM events WHERE kind = 'on_cpu' AND subject = 'host:8'") == [said]

@@ -17,6 +17,7 @@ from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.leases import record_cpu_after_loss
 from agentrl.workflow.store.migrate import open_database
 
 if TYPE_CHECKING:
@@ -53,10 +54,14 @@ def claim_name() -> str:
 def confirm_base(run: int, policy: "Policy") -> None:
     """Checks that the base in memory is the run's; the first worker to load the run's base records it.
 
+    If the device was chosen by itself and is the CPU after a GPU failed, the run's events and the log say so.
+
     Raises:
         ModelError: it is another base.
     """
     _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()), json.dumps(policy.trained_part))
+    if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
+        _tell_of_cpu(run)
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
@@ -90,6 +95,12 @@ def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...
     train_commits.confirm_base(database(), run, base_hash, dict(hashes), json.loads(trained))
 
 
+@cache
+def _tell_of_cpu(run: int) -> None:
+    if said := record_cpu_after_loss(database(), run, worker_name()):
+        log.warning("run %d: %s", run, said)
+
+
 def write_when_possible(write: Callable[[], object]) -> None:
     """Retries a write until the database takes it, or the process is to stop: a claim not handed back counts as a lost
     worker.
@@ -114,6 +125,7 @@ def forget() -> None:
     heartbeat.forget()
     database.forget()
     _confirm_hashes.cache_clear()
+    _tell_of_cpu.cache_clear()
     for event in (stopping, shared, threaded):
         event.clear()
     settings.cache_clear()

@@ -173,6 +173,21 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
         tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() + EXIT_MS, worker=""))
 
 
+@transaction
+def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
+    """Record that the worker computes on the CPU if a device failed under the run before.
+
+    Return the sentence, else an empty text.
+    """
+    events = schema.events.c
+    losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
+    if not tx.execute(losses).scalar_one():
+        return ""
+    sentence = "the worker runs this on the CPU, since the GPU that failed cannot be used now; AGENTRL_DEVICE=cuda would refuse"
+    log(tx, run, "on_cpu", worker, sentence)
+    return sentence
+
+
 def _count_losses(tx: Connection, run: int) -> int:
     """Return how many devices the run has lost since a group or an iteration of it ended, and since it was resumed."""
     events, count = schema.events.c, select(func.count()).select_from(schema.events)
