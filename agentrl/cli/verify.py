@@ -263,6 +263,12 @@ def _score_lines(report: "TokensReport") -> Iterator[Line]:
     greatest = max((step.max_difference for step in report.steps), default=0.0)
     said = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
     yield f"logprobs {tokens} scored again in {report.precision}, {said}", line_style(report.logprob is None)
+    if (noise := report.noise) is not None:
+        said = f"rms {noise.rms:.2g} (at most {noise.max_rms:.2g}), mean {noise.mean:+.2g} (at most {noise.max_mean:.2g})"
+        yield (
+            f"noise    {noise.noise:.2g} nats measured on the logits; differences in its units: {said}",
+            line_style(noise.same),
+        )
     for step in report.steps:
         difference = f"|difference| at most {step.max_difference:.2g}, mean {step.mean_difference:.2g}"
         yield f"  step {step.step}, policy v{step.policy_version}: {step.tokens} tokens, {difference}", "dim"

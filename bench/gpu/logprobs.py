@@ -110,5 +110,6 @@ def _score_again(policy: Policy, ref: PolicyRef, groups: list[Group], config: Ru
         "ties": sum(step.ties for step in steps),
         "mismatches": sum(step.mismatches for step in steps),
     }
-    wrong = [difference for report in reports for difference in (report.logprob, report.draw) if difference is not None]
+    wrong: list[object] = [found for report in reports for found in (report.logprob, report.draw) if found is not None]
+    wrong += [report.noise for report in reports if report.noise is not None and not report.noise.same]
     return row | ({"failed": f"{len(wrong)} beyond the tolerance, the first {wrong[0]}"} if wrong else {})

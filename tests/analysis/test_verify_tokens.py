@@ -297,3 +297,78 @@ def test_a_turn_that_a_stop_string_ended_is_verified_with_its_string_and_its_rea
     for wrong in (replace(step, finish_reason="length"), replace(whole.steps[0])):
         (report,) = reports(policy, ref, [(replace(episode, steps=(wrong,)), key)], **how)
         assert (report.ending.step, report.ending.recorded, report.ending.found) == (0, wrong.finish_reason, 8)
+
+
+@pytest.fixture(scope="module")
+def halves(model: Path) -> tuple[Policy, PolicyRef, list[tuple[Episode, SamplingKey]]]:
+    """The model in bfloat16, and episodes that it sampled together."""
+    policy = Policy.load(ModelConfig(dtype="bfloat16"), str(model), "cpu", 1)
+    ref = PolicyRef(str(model), policy.base_hash)
+    return policy, ref, sampled(policy, ref, count=12)
+
+
+Halves = tuple[Policy, PolicyRef, list[tuple[Episode, SamplingKey]]]
+
+
+def test_episodes_sampled_in_bfloat16_are_the_same_within_measured_noise(halves: Halves) -> None:
+    found = reports(*halves)
+    assert all(report.same for report in found)
+    assert all(report.noise.noise > 0 for report in found)
+    assert max(step.max_difference for report in found for step in report.steps) > 1e-3
+    assert max(report.draw_tolerance for report in found) < 0.05
+
+
+def test_a_changed_token_of_a_bfloat16_episode_is_found(halves: Halves) -> None:
+    policy, ref, episodes = halves
+    forged = []
+    for episode, key in episodes:
+        step = episode.steps[0]
+        with policy.sampling() as module, torch.no_grad():
+            scores = module(input_ids=torch.tensor([step.prompt_ids])).logits[0, -1].float().log_softmax(-1)
+        scores[step.sampled_ids[0]] = -torch.inf
+        other = int(scores.argmax())  # the likeliest of the others, with its true logprob
+        ids, logprobs = (other, *step.sampled_ids[1:]), (float(scores[other]), *step.behavior_logprobs[1:])
+        forged.append((replace(episode, steps=(replace(step, sampled_ids=ids[:1], behavior_logprobs=logprobs[:1]),)), key))
+    found = reports(policy, ref, forged)
+    assert all(report.draw is not None for report in found)
+    assert all(report.logprob is None for report in found)
+
+
+def test_a_changed_logprob_of_a_bfloat16_episode_is_found(halves: Halves) -> None:
+    policy, ref, episodes = halves
+    forged = []
+    for episode, key in episodes:
+        step = episode.steps[0]
+        logprobs = (step.behavior_logprobs[0] - 1.0, *step.behavior_logprobs[1:])
+        forged.append((replace(episode, steps=(replace(step, behavior_logprobs=logprobs),)), key))
+    found = reports(policy, ref, forged)
+    assert all(report.logprob is not None and report.logprob.token == 0 for report in found)
+    assert all(report.draw is None for report in found)
+
+
+def test_small_changes_of_all_logprobs_of_a_bfloat16_episode_are_found(halves: Halves) -> None:
+    policy, ref, episodes = halves
+    episode, key = max(episodes, key=lambda pair: len(pair[0].steps[0].sampled_ids))
+    (honest,) = reports(policy, ref, [(episode, key)])
+    step = episode.steps[0]
+    logprobs = tuple(value - 3 * honest.noise.noise for value in step.behavior_logprobs)
+    (report,) = reports(policy, ref, [(replace(episode, steps=(replace(step, behavior_logprobs=logprobs),)), key)])
+    assert not report.noise.same
+    assert report.noise.mean < -report.noise.max_mean
+
+
+def test_episodes_of_weights_one_update_away_are_found_in_bfloat16(halves: Halves, tmp_path: Path) -> None:
+    policy, ref, _ = halves
+    later = disturbed(policy, tmp_path / "later", 0.02)
+    found = reports(policy, ref, sampled(policy, later, count=6))
+    assert all(report.noise is not None and not report.noise.same for report in found)
+    assert all(report.same for report in reports(policy, later, sampled(policy, later, count=6)))
+
+
+def test_an_8_bit_base_and_another_programs_sampler_keep_the_constant_tolerances(model: Path, halves: Halves) -> None:
+    policy, ref, episodes = halves
+    (other,) = reports(policy, ref, episodes[:1], engine="openai")
+    assert (other.noise, other.logprob_tolerance, other.draw_tolerance) == (None, *verify_tokens.TOLERANCES["coarse"])
+    eight = Policy.load(ModelConfig(load_in_8bit=True), str(model), "cpu", 1)
+    (report,) = reports(eight, ref, sampled(eight, ref, count=1))
+    assert (report.noise, report.logprob_tolerance) == (None, 1.0)

@@ -141,8 +141,8 @@ def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_p
     assert (code, out) == (2, "")
     assert told.splitlines() == [
         "agentrl: The request has 2 faults:",
-        "  gsm8k cannot be loaded: The dataset 'openai/gsm8k' cannot be read: the hub does not answer. Set AGENTRL_GSM8K_DIR to "
-        "the folder that holds train.jsonl and test.jsonl.",
+        "  gsm8k cannot be loaded: The dataset 'openai/gsm8k' cannot be read: the hub does not answer. Set AGENTRL_GSM8K_DIR "
+        "to the folder that holds train.jsonl and test.jsonl.",
         f"  Cannot reach the hub for {NAME!r}. Name a local folder that holds a model, or tiny.",
     ]
 

@@ -233,18 +233,40 @@ class EndDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class NoiseReport:
+    """Differences of an episode's recorded logprobs, in units of the rounding noise measured on it (`analysis.rounding_noise`).
+
+    Args:
+        noise: of the logits, in nats.
+        rms: root mean square of the differences; `mean`: their mean; each with the most that honest rounding makes.
+    """
+
+    noise: float
+    rms: float
+    max_rms: float
+    mean: float
+    max_mean: float
+
+    @property
+    def same(self) -> bool:
+        """Whether rounding explains the differences."""
+        return self.rms <= self.max_rms and abs(self.mean) <= self.max_mean
+
+
+@dataclass(frozen=True, slots=True)
 class TokensReport:
     """Tokens rendered, scored and drawn again.
 
     Args:
         precision: what it was computed in: `exact`, `float32` or `coarse` (16 bits, or a quantised base).
-        logprob_tolerance: in nats; `draw_tolerance`: in probability.
+        logprob_tolerance: in nats; `draw_tolerance`: in probability; where noise was measured, the greatest of all tokens.
         prompts: steps whose prompt was rendered again, and the first that differs.
         steps: the steps whose tokens were scored and drawn again.
         parents: steps that a fork has from its parent: verified with the parent, not here.
         unverified: a sentence for each policy whose weights are gone.
         logprob, draw: the first token beyond the tolerance.
         ending: the first turn that did not end as its tokens say.
+        noise: the differences of all tokens together, where rounding noise was measured.
     """
 
     precision: str
@@ -258,11 +280,13 @@ class TokensReport:
     logprob: LogprobDifference | None = None
     draw: DrawDifference | None = None
     ending: EndDifference | None = None
+    noise: NoiseReport | None = None
 
     @property
     def same(self) -> bool:
         """Whether nothing that could be verified differs; ties do not."""
-        return self.prompt is None and self.logprob is None and self.draw is None and self.ending is None
+        found = (self.prompt, self.logprob, self.draw, self.ending)
+        return all(difference is None for difference in found) and (self.noise is None or self.noise.same)
 
     @property
     def compared_count(self) -> int:

@@ -17,8 +17,11 @@ to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine 
     8 bit         0.15, 0.39              0.1%, 88%                       0.030
 
 `TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
-times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). So the coarser, the less is
-proven: 1 nat lets a token pass that was recorded as 2.7 times as likely. `coarse` is 16 bits, or a base quantised to 4 or 8.
+times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). `coarse` is 16 bits, or a base
+quantised to 4 or 8. There a constant proves little: 1 nat lets a token pass that was recorded as 2.7 times as likely. So it
+counts only for an 8-bit base, whose rounding depends on the other rows of a batch, and for other programs' samplers. For 16 and
+4 bits each token's tolerance follows from noise that is measured on the episode, and so does a test of all its tokens together
+(`analysis.rounding_noise`).
 
 Where top_k, top_p or min_p limit what is drawn from, the limit is a sum or a logprob that may be rounded to another side of a
 token too; so a draw is also a tie where the recorded token is within the tolerance of it under a limit moved by the tolerances.
@@ -36,10 +39,20 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
-from agentrl.workflow.analysis.verify_episode import DrawDifference, EndDifference, LogprobDifference, StepScore, TokensReport
+from agentrl.workflow.analysis.rounding_noise import NoiseBounds, TokenNoise, compare_readings, read_in_company
+from agentrl.workflow.analysis.verify_episode import (
+    DrawDifference,
+    EndDifference,
+    LogprobDifference,
+    NoiseReport,
+    StepScore,
+    TokensReport,
+)
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.engines import Backend
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.inference.model_rows import ModelRows, open_rows
 from agentrl.workflow.inference.sampling import (
     cumulative_probabilities,
     distribution,
@@ -63,6 +76,9 @@ NO_REQUESTS: Mapping[int, Request] = MappingProxyType({})
 Sampling = tuple[RolloutConfig, SamplingKey]
 """How a step was sampled: its limits, and the key of its draws."""
 
+_Value = tuple[float, int, float, TokenNoise | None]
+"""Logprob, drawn id, distance and noise of a token."""
+
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
 
@@ -75,13 +91,14 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """One sampled token, scored and drawn again."""
+    """One sampled token, scored and drawn again; `noise`: where it was measured."""
 
     step: Step
     index: int
     logprob: float
     drawn: int
     distance: float
+    noise: TokenNoise | None
 
     @property
     def id(self) -> int:
@@ -94,6 +111,28 @@ class _Token:
     @property
     def off(self) -> float:
         return abs(self.logprob - self.recorded)
+
+
+class _Tolerances:
+    """How far each token's logprob and draw may be from the record: by measured noise, or by `TOLERANCES`."""
+
+    def __init__(self, tokens: Sequence[_Token], precision: str) -> None:
+        self._fixed = TOLERANCES[precision]
+        self._noises = [token.noise for token in tokens if token.noise is not None]
+        self._bounds = NoiseBounds.of(self._noises) if self._noises else None
+
+    def of(self, token: _Token) -> tuple[float, float]:
+        """In nats, and in probability."""
+        if self._bounds is None or token.noise is None:
+            return self._fixed
+        nats, mass = self._fixed  # no token is allowed more, however large the noise is
+        return min(nats, self._bounds.logprob(token.noise)), min(mass, self._bounds.draw(token.noise))
+
+    def report(self, tokens: Sequence[_Token]) -> NoiseReport | None:
+        """The test of all tokens together."""
+        if self._bounds is None:
+            return None
+        return self._bounds.report(self._noises, *zip(*((token.logprob, token.recorded) for token in tokens), strict=True))
 
 
 def check_tokens(
@@ -126,28 +165,36 @@ def check_tokens(
         CheckpointError: weights that are there were altered, or do not fit the base.
     """
     precision = policy.precision
-    logprob_tolerance, draw_tolerance = TOLERANCES[precision]
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
     asked = sampling or (lambda number: (rollout, key))
-    tokens = sorted(_rescore(episode, there, policy, asked), key=lambda token: (token.step.index, token.index))
+    rows = open_rows(policy) if there and _has_measurable_noise(policy, rollout.engine) else None
+    tokens = sorted(_rescore(episode, there, policy, asked, rows), key=lambda token: (token.step.index, token.index))
+    tolerances = _Tolerances(tokens, precision)
+    limits = [tolerances.of(token) for token in tokens] or [TOLERANCES[precision]]
     chat = policy.chat if clock is None else policy.chat.at(clock)
-    off = next((token for token in tokens if not token.off <= logprob_tolerance), None)
+    off = next((token for token in tokens if not token.off <= tolerances.of(token)[0]), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
-    missed = next((token for token in tokens if keyed and token.drawn != token.id and token.distance > draw_tolerance), None)
+    missed = next((t for t in tokens if keyed and t.drawn != t.id and t.distance > tolerances.of(t)[1]), None)
     return TokensReport(
         precision=precision,
-        logprob_tolerance=logprob_tolerance,
-        draw_tolerance=draw_tolerance,
+        logprob_tolerance=max(limit for limit, _ in limits),
+        draw_tolerance=max(limit for _, limit in limits),
         prompts=len(own),
         prompt=next((found for step in own if (found := _prompt_difference(episode, step, chat, schemas, requests))), None),
-        steps=tuple(_score(step, list(group), draw_tolerance, keyed) for step, group in _group_by_step(tokens)),
+        steps=tuple(_score(step, list(group), tolerances, keyed) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted(set(gone.values()))),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
         ending=next((wrong for step in own if (wrong := _end_difference(step, chat, asked(step.index)[0].stop))), None),
+        noise=tolerances.report(tokens),
     )
+
+
+def _has_measurable_noise(policy: Policy, engine: str) -> bool:
+    """Whether two readings here show the noise of the sampler's reading."""
+    return policy.precision == "coarse" and not policy.config.load_in_8bit and _is_known(engine) and _find_engine(engine).local
 
 
 # prompts
@@ -211,9 +258,16 @@ def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDiff
 
 @torch.no_grad()
 def _rescore(
-    episode: Episode, policies: Mapping[int, PolicyRef], policy: Policy, sampling: Callable[[int], Sampling]
+    episode: Episode,
+    policies: Mapping[int, PolicyRef],
+    policy: Policy,
+    sampling: Callable[[int], Sampling],
+    rows: ModelRows | None,
 ) -> Iterator[_Token]:
-    """Every token of the steps that `policies` names: each row is read once for each policy and for each way to sample."""
+    """Every token of the steps that `policies` names: each row is read once for each policy and for each way to sample.
+
+    With `rows` it is read again in these, to measure noise.
+    """
     for row in chains_of(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
         for (ref, rollout), group in groupby(scored, key=lambda step: (policies[step.index], sampling(step.index)[0])):
@@ -223,7 +277,7 @@ def _rescore(
             tokens = [(step, i) for step in steps for i in range(len(step.sampled_ids))]
             draws = torch.cat([_draws(key, len(step.sampled_ids)) for step, key in zip(steps, keys, strict=True)])
             policy.publish(ref)
-            found = _values(policy, ids, places, draws, rollout)
+            found = _values(policy, ids, places, draws, rollout, rows)
             yield from (_Token(step, index, *values) for (step, index), values in zip(tokens, found, strict=True))
 
 
@@ -247,15 +301,21 @@ def _draws(key: int, count: int) -> Tensor:
 
 
 def _values(
-    policy: Policy, ids: Sequence[int], places: Sequence[int], draws: Tensor, rollout: RolloutConfig
-) -> Iterator[tuple[float, int, float]]:
-    """Logprob, drawn id and distance of the token at each of the places, in one reading of the ids for every BLOCK of them."""
+    policy: Policy,
+    ids: Sequence[int],
+    places: Sequence[int],
+    draws: Tensor,
+    rollout: RolloutConfig,
+    rows: ModelRows | None,
+) -> Iterator[_Value]:
+    """The value of the token at each of the places, in one reading of the ids for every BLOCK of them."""
     tolerances = TOLERANCES[policy.precision]
     for start in range(0, len(places), BLOCK):
         wanted = places[start : start + BLOCK]
         with policy.sampling() as model:
             logits = _logits(model, ids[: wanted[-1] + 1], wanted, policy.device)
-        yield from _chunks(logits, ids, wanted, draws[start : start + BLOCK], rollout, tolerances)
+        again = None if rows is None else read_in_company(rows, ids, wanted)
+        yield from _chunks(logits, again, ids, wanted, draws[start : start + BLOCK], rollout, tolerances)
 
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
@@ -266,13 +326,14 @@ def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device:
 
 def _chunks(
     logits: Tensor,
+    again: Tensor | None,
     ids: Sequence[int],
     places: Sequence[int],
     draws: Tensor,
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
-) -> Iterator[tuple[float, int, float]]:
-    """The same for the places that the logits (N, V) are for, CHUNK at a time."""
+) -> Iterator[_Value]:
+    """The same for the places that the logits (N, V) are for, CHUNK at a time; `again`: the logits of the second reading."""
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)
@@ -285,7 +346,11 @@ def _chunks(
             floor = _floor(scale_logits(logits[part], rollout.temperature), rollout)
             away = _distance(everything, numbers, wanted, rollout, tolerances)
         drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
-        yield from zip(scores, drawn.tolist(), away.tolist(), strict=True)
+        noise: Sequence[TokenNoise | None] = [None] * len(scores)
+        if again is not None:
+            second, sums = distribution(again[part], rollout.temperature)
+            noise = compare_readings(everything, second, (cumulative, sums), wanted)
+        yield from zip(scores, drawn.tolist(), away.tolist(), noise, strict=True)
 
 
 def _distance(
@@ -315,17 +380,25 @@ def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tu
 
 def _is_keyed(engine: str) -> bool:
     """Whether its draws can be repeated; those of an engine that is not here any more cannot."""
-    return (":" in engine or engine in names("engines")) and bool(find("engines", engine).keyed)
+    return _is_known(engine) and _find_engine(engine).keyed
+
+
+def _is_known(engine: str) -> bool:
+    return ":" in engine or engine in names("engines")
+
+
+def _find_engine(engine: str) -> Backend:
+    return cast(Backend, find("engines", engine))
 
 
 def _group_by_step(tokens: Sequence[_Token]) -> Iterator[tuple[Step, Iterator[_Token]]]:
     return cast(Iterator[tuple[Step, Iterator[_Token]]], groupby(tokens, key=lambda token: token.step))
 
 
-def _score(step: Step, tokens: Sequence[_Token], tolerance: float, keyed: bool) -> StepScore:
+def _score(step: Step, tokens: Sequence[_Token], tolerances: _Tolerances, keyed: bool) -> StepScore:
     drawn = tokens if keyed else ()
     same = sum(token.drawn == token.id for token in drawn)
-    ties = sum(token.drawn != token.id and token.distance <= tolerance for token in drawn)
+    ties = sum(token.drawn != token.id and token.distance <= tolerances.of(token)[1] for token in drawn)
     return StepScore(
         step=step.index,
         policy_version=step.policy_version,

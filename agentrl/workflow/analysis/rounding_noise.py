@@ -1,0 +1,140 @@
+"""The rounding noise of a model in 16 bits or on a 4-bit base, measured on the episode that is verified.
+
+A token's logprob depends on how the model was run: all tokens of a row at once, as verification does, or one by one in a batch,
+as the sampler did. In 16 bits two such readings differ by more than a constant could allow without allowing forgery. So each
+sampled token is read a second time, in the sampler's way and in a batch of three rows, and the two readings say how much
+differences of rounding are worth here: on this device, with these weights, for these tokens.
+
+The logprob of a token with probability p has the noise (1 - p) * e, where e is the noise of the logits: at a position, the
+root mean square of (difference of logprobs) / (1 - p) over what could have been drawn there; and at least that over all tokens
+of the episode. For N tokens it is multiplied by 1 + 10 / N, since few tokens measure it badly. In these units ("deviations")
+the bounds are the constants below. The bound of a draw is a multiple of the greatest distance between the two readings'
+cumulative distributions. No token is allowed more than `verify_tokens.TOLERANCES`. docs/measurements.md says how often honest
+episodes fail and forged ones pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from agentrl.workflow.analysis.verify_episode import NoiseReport
+from agentrl.workflow.inference.model_rows import ModelRows
+
+MAX_DEVIATION = 8.0
+"""Deviations that one token's logprob may be from the record."""
+MAX_SHIFT = 3.0
+"""How far a draw may be from its token, as a multiple of the distance between the two readings' distributions."""
+MAX_RMS, MAX_MEAN, PER_TOKEN = 1.25, 0.1, 4.0
+"""Root mean square and absolute mean of an episode's deviations, each plus `PER_TOKEN` / sqrt(N)."""
+LEAST_DOUBT = 0.01
+"""The least 1 - p: surer tokens have that noise, so that float32's own rounding counts as noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNoise:
+    """What two readings of a token say of the noise at its position.
+
+    Args:
+        again: its logprob in the second reading, in nats.
+        doubt: 1 - p, at least `LEAST_DOUBT`.
+        spread: noise of the logits, in nats.
+        shift: the greatest distance between the two cumulative distributions, in probability.
+    """
+
+    again: float
+    doubt: float
+    spread: float
+    shift: float
+
+
+def read_in_company(rows: ModelRows, ids: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return the logits (N, V) from which the tokens at the N ascending places are drawn.
+
+    The tokens are read one by one, beside two other rows. The other rows are the same tokens without the first one or two.
+    """
+    found: list[Tensor] = []
+    cuts = (2, 1, 0) if places[0] > 3 else (0, 0, 0)  # a row needs a token
+    try:
+        for place, before in zip(places, (None, *places), strict=False):
+            if before != place - 1:
+                rows.clear()
+                rows.read(0, [tuple(ids[cut : place - 1]) for cut in cuts])
+            read = torch.tensor([place - 1 - cut for cut in cuts])
+            found.append(rows.next_logits(torch.full((3,), ids[place - 1]), read)[2])
+    finally:
+        rows.clear()
+    return torch.stack(found)
+
+
+def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, Tensor], ids: Tensor) -> list[TokenNoise]:
+    """Return the noise at each of N positions.
+
+    Args:
+        logprobs, again: (N, V) of the two readings, in nats.
+        cumulative: their cumulative distributions (N, V).
+        ids: (N,) the tokens.
+    """
+    shares = logprobs.exp()
+    deviations = (again - logprobs) / (1 - shares).clamp(min=LEAST_DOUBT)
+    spread = torch.where(shares > 0, shares * deviations**2, 0.0).sum(-1).sqrt()
+    one, other = (sums / sums[:, -1:] for sums in cumulative)
+    chosen = ids[:, None]
+    doubt = (1 - shares.gather(-1, chosen)[:, 0]).clamp(min=LEAST_DOUBT)
+    values = (again.gather(-1, chosen)[:, 0], doubt, spread, (one - other).abs().amax(-1))
+    return [TokenNoise(*numbers) for numbers in zip(*(value.tolist() for value in values), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseBounds:
+    """The bounds of an episode's tokens; see the module's first lines.
+
+    Args:
+        spread: noise of the logits over all tokens, in nats.
+        shift: distance of the cumulative distributions over all tokens.
+        factor: of the noise, for few tokens.
+    """
+
+    spread: float
+    shift: float
+    factor: float
+
+    @classmethod
+    def of(cls, noises: Sequence[TokenNoise]) -> "NoiseBounds":
+        """The bounds for these tokens."""
+        count = max(1, len(noises))
+        spread, shift = (sqrt(sum(getattr(noise, name) ** 2 for noise in noises) / count) for name in ("spread", "shift"))
+        return cls(spread, shift, 1 + 10 / count)
+
+    def deviation(self, noise: TokenNoise) -> float:
+        """One deviation of the token's logprob, in nats."""
+        return self.factor * noise.doubt * max(noise.spread, self.spread)
+
+    def logprob(self, noise: TokenNoise) -> float:
+        """How far the token's logprob may be from the record, in nats."""
+        return MAX_DEVIATION * self.deviation(noise)
+
+    def draw(self, noise: TokenNoise) -> float:
+        """How far the token's draw may be from it, in probability."""
+        return MAX_SHIFT * max(noise.shift, self.shift)
+
+    def report(self, noises: Sequence[TokenNoise], logprobs: Sequence[float], recorded: Sequence[float]) -> NoiseReport:
+        """Compare the record with the noise over all tokens: their deviations may be neither too large nor all of one sign.
+
+        Args:
+            logprobs: of the first reading; `recorded`: those of the record.
+        """
+        units = [self.deviation(noise) or 1.0 for noise in noises]
+        off = [(old - new) / unit for old, new, unit in zip(recorded, logprobs, units, strict=True)]
+        # The second reading is the sampler's own way, so that a difference between the ways is in no mean.
+        drift = [(old - noise.again) / unit for old, noise, unit in zip(recorded, noises, units, strict=True)]
+        count = max(1, len(off))
+        return NoiseReport(
+            noise=self.spread,
+            rms=sqrt(sum(value**2 for value in off) / count),
+            max_rms=MAX_RMS + PER_TOKEN / sqrt(count),
+            mean=sum(drift) / count,
+            max_mean=MAX_MEAN + PER_TOKEN / sqrt(count),
+        )
