@@ -112,3 +112,26 @@ def test_step_that_runs_out_of_memory_changes_no_token(family: str, tmp_path: Pa
     engine.close()
     assert calls[0] > 6
     assert [completion.token_ids for completion in completions] == [alone(policy, request).token_ids for request in requests]
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5", "Gemma 3", "Falcon-H1"])
+def test_rows_with_aligned_masks_have_the_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; lengths on both sides of a multiple of 8, the sliding window's, and several tokens of a resumed row."""
+    policy = Policy.load(ModelConfig(dtype="float32"), str(save_random(tmp_path, FAMILIES[family]())), "cpu")
+    ids = [tuple(3 + (7 * place + row) % 50 for place in range(30)) for row in range(2)]
+
+    @torch.no_grad()
+    def logits(alignment: int) -> list[Tensor]:
+        rows = open_rows(policy)
+        assert isinstance(rows, SlotRows)
+        monkeypatch.setattr(rows, "_alignment", alignment)
+        rows.read(0, [ids[0][:5], ids[1][:11]])
+        found = [
+            rows.next_logits(torch.tensor([ids[0][5 + n], ids[1][11 + n]]), torch.tensor([5 + n, 11 + n])) for n in range(8)
+        ]
+        rows.resume(2, [(rows.take(1, 19), ids[1][19:23])])
+        newest = torch.tensor([ids[0][13], ids[1][19], ids[1][23]])
+        return [*found, rows.next_logits(newest, torch.tensor([13, 19, 23]))]
+
+    for one, other in zip(logits(1), logits(8), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5)

@@ -27,6 +27,8 @@ class SlotRows:
     def __init__(self, policy: Policy, config: PreTrainedConfig, layout: CacheLayout) -> None:
         # Other attention makes its masks from one mark per token, which cannot express several new tokens.
         self._direct = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi", False)
+        # A GPU's attention with a mask copies it in each layer unless its rows begin at multiples of 8 elements.
+        self._alignment = 8 if self._direct and policy.device.type == "cuda" else 1
         self._policy = policy
         self._layout = layout
         self._slots = SlotCache(layout)
@@ -96,9 +98,11 @@ class SlotRows:
         one length.
         """
         positions = positions.to(self._policy.device)
-        self._slots.extend(first, positions, length)
         if self._direct and even:
+            self._slots.extend(first, positions, length)
             return self._call(ids, positions, None)
+        length = -(-length // self._alignment) * self._alignment
+        self._slots.extend(first, positions, length)
         mask = torch.arange(length, device=positions.device) <= positions[:, :, None]  # (B, T, length)
         return self._call(ids, positions, mask)
 
