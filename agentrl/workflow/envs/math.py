@@ -8,8 +8,8 @@ from agentrl.workflow.envs import Env
 
 math = Env(
     system_prompt=(
-        "Solve the problem step by step, with one short line for each step. You may call the calculator for a computation. "
-        "Write the answer, a number, on the last line after ####. For example:\n12 * 3 = 36\n#### 36"
+        "Write one short line for each computation, like `12 * 3 = 36`, and nothing else. "
+        "Then write the answer after ####, like `#### 36`. You may call the calculator."
     ),
     tools=("calculator",),
     rewards={"numeric_answer": 1.0, "format": 0.1},
