@@ -96,6 +96,8 @@ def test_map_reads_other_columns_and_names_the_nearest_one(tmp_path: Path) -> No
     assert dict(task.metadata) == {"solution": {"final": "2"}, "tier": 1}
     assert "row 1: no column 'problm'. Did you mean 'problem'?" in refusal(file, map="question=problm,answer=tier")
     assert "--map question=COLUMN" in refusal(write(tmp_path / "none.jsonl", [{"problem": "1", "answer": "2"}]))
+    near = refusal(write(tmp_path / "near.jsonl", [{"questoin": "1", "answer": "2"}]))
+    assert "found none among 'questoin', 'answer' (--map question=questoin?)" in near
     with pytest.raises(ValueError, match="FIELD=COLUMN"):
         DatasetConfig(map="question")  # type: ignore[arg-type]
 

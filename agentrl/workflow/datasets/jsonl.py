@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from difflib import get_close_matches
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
@@ -210,7 +211,9 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
     present = [name for name in names if name in row]
     if len(present) != 1:
         columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
-        found = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}"
+        near = next((column for name in names for column in get_close_matches(name, row, 1)), "")
+        meant = f" (--map {names[0]}={near}?)" if near else ""
+        found = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}{meant}"
         raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {found}")
     return present[0]
 
