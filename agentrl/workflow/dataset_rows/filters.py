@@ -70,6 +70,10 @@ class RowFilter:
             hint = f"{did_you_mean(missing[0], self._seen)} Texts stand in single quotes."
             raise DatasetError(f"--filter: no row of {self._source!r} has a column {missing[0]!r}.", hint)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
     def _prepare(self, columns: tuple[str, ...]) -> tuple[str, list[str]]:
         """The query for rows of these columns, and the columns that the condition may name: no other is bound."""
         self._seen.update(columns)

@@ -8,6 +8,7 @@ Files are those of `formats.READERS`. In a folder the split stands in the file's
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -72,10 +73,11 @@ def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
 
 
 def _keep(rows: Iterator[SourceRow], condition: RowFilter) -> Iterator[SourceRow]:
-    for row in rows:
-        if row.values is None or condition.keeps(row.values):
-            yield row
-    condition.check_columns()
+    with closing(condition):
+        for row in rows:
+            if row.values is None or condition.keeps(row.values):
+                yield row
+        condition.check_columns()
 
 
 def hash_source(name: str, split: str) -> str:
