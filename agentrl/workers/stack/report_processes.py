@@ -11,6 +11,7 @@ from logging import getLogger
 from pathlib import Path
 
 from agentrl.workers.stack.process import claim_name
+from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import run_reports
 from agentrl.workflow.store.connect import Database
@@ -54,10 +55,14 @@ class ReportProcess:
         if code is None:
             return None
         self.kill()
-        run_reports.release_report(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
+        self.release(db)
         if code not in (0, FAILED):
             run_reports.record_failure(db, self.report, _describe_exit(self.report.tracker, code))
         return code == 0
+
+    def release(self, db: Database) -> None:
+        """Let another process write the report at once."""
+        run_reports.release_report(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
 
     def kill(self) -> None:
         """End the process and all that it started."""
@@ -117,7 +122,7 @@ class ReportProcesses:
             if key not in self._processes and not paused and len(self._processes) < MAX_PROCESSES:
                 self._processes[key] = ReportProcess(report)
 
-    def stop(self) -> None:
+    def stop(self, db: Database) -> None:
         """Ask all processes to write what is left, and end those that do not end in time."""
         for process in self._processes.values():
             process.process.terminate()
@@ -126,4 +131,7 @@ class ReportProcesses:
             with suppress(subprocess.TimeoutExpired):
                 process.process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
+        with suppress(ServiceError):  # leases that cannot be released run out
+            for process in self._processes.values():
+                process.release(db)
         self._processes.clear()
