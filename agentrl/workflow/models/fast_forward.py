@@ -192,7 +192,7 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
 
 
 def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype) -> Product:
-    """The layers' outputs side by side, as one function of their common input in the dtype; adapters are cast to it."""
+    """The layers' outputs side by side, as one function of their common input in the dtype; a GPU casts adapters to it."""
     if own:
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -203,10 +203,12 @@ def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype)
     base = _concat_outputs([layer.base_layer if layer in tuned else layer for layer in layers])
     down = torch.cat([layer.lora_A[adapter].weight for layer in tuned])
     up: Tensor = torch.block_diag(*[_adapter_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
-    down, up = down.to(dtype), up.to(dtype)
+    if down.device.type != "cpu":  # a CPU multiplies few rows by small matrices more slowly in 16 bits
+        down, up = down.to(dtype), up.to(dtype)
 
     def adapted(inputs: Tensor) -> Tensor:
-        return base(inputs) + functional.linear(functional.linear(inputs, down), up)
+        plain = base(inputs)
+        return (plain + functional.linear(functional.linear(inputs.to(down.dtype), down), up)).to(plain.dtype)
 
     return adapted
 
