@@ -79,6 +79,30 @@ def unreported(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@dataclass(frozen=True)
+class RunTasks:
+    """The tasks of a run, what is known of their difficulty, and what a search uses each for."""
+
+    loaded: LoadedTasks
+    chosen: ChosenTasks
+    searched: SearchedTasks
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """The weights that a run starts from.
+
+    Args:
+        policy: the policy in the store, or the base model.
+        folder: the base's folder; None for a hub model that is not here.
+        is_trained: whether the weights are a policy's, not a plain model's.
+    """
+
+    policy: PolicyRef
+    folder: Path | None
+    is_trained: bool
+
+
 def prepare(
     db: Database | None,
     config: RunConfig,
@@ -86,89 +110,132 @@ def prepare(
     policy: PolicyRef | None = None,
     check: Callable[[str], AbstractContextManager[None]] = unreported,
 ) -> PreparedRun:
-    """Checks the whole request and makes the submission; writes nothing.
+    """Check the whole request and build the submission; write nothing.
+
+    Names are resolved first (the tasks, then everything that the config names, then the model), each step checks what it
+    resolved, and the submission is built from the results.
 
     Args:
         db: the database to find a free name in; None if there is none yet.
-        policy: the weights to start from; unset: the model that `config` names.
+        policy: the weights to start from; None: the model that `config` names.
         check: returns a context manager for a check's name; used to report progress.
 
     Raises:
         AgentRLError: the fault in one sentence, as the class for it.
     """
-    kind, config = _settle_kind(kind, _with_absolute_paths(config))
+    kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
-        loaded, chosen = _choose_tasks(db, config, _load_tasks(config, policy))
-    config = _with_served_tools(config.model_copy(update={"env": config.env or loaded.env}))
-    asked = Experiment(config)
-    check_resources(asked)
-    config = settle_agent(asked, loaded.tasks)
-    asked = replace(asked, config=config)
-    divided = SearchedTasks(loaded.tasks, {})
-    if kind == "search":
-        config, divided = settle_texts(asked), divide(config, loaded.tasks)
-    with check("tools and rewards"):
-        _check_tools_and_trackers(asked)
-        check_rewards(asked.weights)
-        load_hooks(config.hooks)
-    with check("references"):
-        check_sample(loaded.tasks, _rewards_to_check(asked), config.seed)
-    if kind == "train":
-        config = settle_run(config)
-        trainers.check(config)
-    _check_sampling(config, kind)
-    trained = policy is not None and bool(policy.path)
-    engines.check(asked.engine, config, trains=kind == "train", trained=trained)
-    if asked.engine.at_url:
+        tasks = _resolve_tasks(db, config, kind, policy)
+    experiment = _resolve_experiment(config, kind, tasks.loaded)
+    _check_parts(experiment, kind, tasks.loaded.tasks, check)
+    engines.check(experiment.engine, experiment.config, trains=kind == "train", trained=_is_trained(policy))
+    if experiment.engine.at_url:
         _check_server_url(settings())
     with check("model and its hash"):
-        ref = policy or starting_policy(config.model.path, config.dataset.name)
-        if policy is not None:
-            check_base(policy.base, policy.base_hash)
-        folder = _local_model_folder(ref.base)
-        if folder is not None:
-            check_code(config.model, folder)
+        model = _resolve_model(experiment, policy)
     with check("chat template"):
-        config = _settle_turns(config, folder)
-        _check_weights(asked.engine, config, ref, kind == "train" or trained)
-        if kind == "train" and folder is not None:
-            system, later = _system_messages(asked.env, loaded.tasks)
-            check_template(config.model, folder, system, bool(asked.tools), later)
-    experiment = replace(asked, config=config)
-    submission = submission_of(
+        experiment = _resolve_chat(experiment, kind, model, tasks.loaded.tasks)
+    submission = _build_submission(db, experiment, kind, model, tasks, _name_stem(config, kind, policy))
+    remarks = tuple(_list_remarks(db, experiment, submission, model, tasks))
+    return PreparedRun(submission, experiment, tasks.loaded.skipped, remarks)
+
+
+def _resolve_tasks(db: Database | None, config: RunConfig, kind: str, policy: PolicyRef | None) -> RunTasks:
+    loaded = _load_tasks(config, policy)
+    chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
+    searched = divide(config, chosen.tasks) if kind == "search" else SearchedTasks(chosen.tasks, {})
+    return RunTasks(replace(loaded, tasks=chosen.tasks), chosen, searched)
+
+
+def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Experiment:
+    """Return the experiment whose config names its env, its agent, its tools, its texts and its algorithm's options."""
+    experiment = Experiment(_with_served_tools(config.model_copy(update={"env": config.env or loaded.env})))
+    check_resources(experiment)
+    experiment = replace(experiment, config=settle_agent(experiment, loaded.tasks))
+    if kind == "search":
+        return replace(experiment, config=settle_texts(experiment))
+    return replace(experiment, config=settle_run(experiment.config)) if kind == "train" else experiment
+
+
+def _check_parts(
+    experiment: Experiment, kind: str, tasks: Sequence[Task], check: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """Check everything that the config names, except the model."""
+    with check("tools and rewards"):
+        _check_tools_and_trackers(experiment)
+        check_rewards(experiment.weights)
+        load_hooks(experiment.config.hooks)
+    with check("references"):
+        check_sample(tasks, _rewards_to_check(experiment), experiment.config.seed)
+    if kind == "train":
+        trainers.check(experiment.config)
+    _check_sampling(experiment.config, kind)
+
+
+def _resolve_model(experiment: Experiment, policy: PolicyRef | None) -> StartingModel:
+    config = experiment.config
+    start = policy or starting_policy(config.model.path, config.dataset.name)
+    if policy is not None:
+        check_base(policy.base, policy.base_hash)
+    folder = _local_model_folder(start.base)
+    if folder is not None:
+        check_code(config.model, folder)
+    return StartingModel(start, folder, _is_trained(policy))
+
+
+def _is_trained(policy: PolicyRef | None) -> bool:
+    return policy is not None and bool(policy.path)
+
+
+def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks: Sequence[Task]) -> Experiment:
+    """Return the experiment whose config names the template, the tool format and the last turn of the model."""
+    config, folder = experiment.config, model.folder
+    config = config.model_copy(update={"model": settle_chat(config.model, folder)})
+    config = settle_last_turn(config, folder) if config.agent is None else config
+    _check_weights(experiment.engine, config, model.policy, kind == "train" or model.is_trained)
+    if kind == "train" and folder is not None:
+        system, later = _system_messages(experiment.env, tasks)
+        check_template(config.model, folder, system, bool(experiment.tools), later)
+    return replace(experiment, config=config)
+
+
+def _build_submission(
+    db: Database | None, experiment: Experiment, kind: str, model: StartingModel, tasks: RunTasks, stem: str
+) -> Submission:
+    return submission_of(
         db,
         experiment,
         kind,
-        ref,
-        _name_stem(config, kind, policy),
-        manifest=_task_manifest(asked.env, config, kind),
-        tasks=divided.tasks,
-        roles=divided.roles,
-        difficulties=chosen.difficulties,
+        model.policy,
+        stem,
+        manifest=_task_manifest(experiment.env, experiment.config, kind),
+        tasks=tasks.searched.tasks,
+        roles=tasks.searched.roles,
+        difficulties=tasks.chosen.difficulties,
         code_hash=experiment.scoring_hash(),
+        evaluation=plan_evaluation(db, experiment.config, model.policy) if kind == "train" else None,
     )
-    submission = replace(submission, evaluation=plan_evaluation(db, config, ref) if kind == "train" else None)
-    untold = remark_on_tools(config.model, folder) if folder is not None and asked.tools else ""
-    remarks = (*(remark_on_rewards(experiment) if kind == "train" else ()), *list_remarks(submission))
-    remarks += (
-        *remark_on_tasks(config, loaded),
-        *chosen.remarks,
-        *remark_on_trackers(config),
-        *remark_on_agent(experiment),
-        *((untold,) if untold else ()),
-        *_remark_on_tiny(experiment, folder),
-    )
-    name, output = submission.name, submission.output_dir
-    older = epoch_ends.find_run_of_folder(db, output) if db is not None and kind == "train" else ""
-    if older not in ("", name):
-        remarks += (f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run.",)
-    return PreparedRun(submission, experiment, loaded.skipped, remarks)
 
 
-def _settle_turns(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The config with its template, its tool format and its last turn chosen."""
-    config = config.model_copy(update={"model": settle_chat(config.model, folder)})
-    return settle_last_turn(config, folder) if config.agent is None else config
+def _list_remarks(
+    db: Database | None, experiment: Experiment, submission: Submission, model: StartingModel, tasks: RunTasks
+) -> Iterator[str]:
+    """Yield what a person should know of a run that can be submitted."""
+    is_training = submission.kind == "train"
+    if is_training:
+        yield from remark_on_rewards(experiment)
+    yield from list_remarks(submission)
+    yield from remark_on_tasks(experiment.config, tasks.loaded)
+    yield from tasks.chosen.remarks
+    yield from remark_on_trackers(experiment.config)
+    yield from remark_on_agent(experiment)
+    if model.folder is not None and experiment.tools and (untold := remark_on_tools(experiment.config.model, model.folder)):
+        yield untold
+    yield from _remark_on_tiny(experiment, model.folder)
+    output = submission.output_dir
+    older = epoch_ends.find_run_of_folder(db, output) if db is not None and is_training else ""
+    if older not in ("", submission.name):
+        yield f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run."
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
@@ -192,12 +259,6 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
     return loaded
 
 
-def _choose_tasks(db: Database | None, config: RunConfig, loaded: LoadedTasks) -> tuple[LoadedTasks, ChosenTasks]:
-    """The tasks that the run is to have, and what is known of them."""
-    chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
-    return replace(loaded, tasks=chosen.tasks), chosen
-
-
 def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:
     """The manifest of a run with tasks of its own: with the hash of each file that they were read from."""
     rule = {"right_by": correctness_rule(env, config)} if kind == "eval" else {}
@@ -205,8 +266,8 @@ def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:
     return manifest(config) | rule | ({"datasets": hashes} if hashes else {})
 
 
-def _settle_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
-    """What kind of run it is: one whose algorithm searches trains nothing."""
+def _resolve_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
+    """Return the kind of run and its config: a run whose algorithm searches trains nothing."""
     if kind != "train" or not searches(find("algorithms", config.algorithm.name)):
         return kind, config
     return "search", settle_search(config)
