@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_HEADING = re.compile(r"^##? (.+)$", re.MULTILINE)
 _TITLE = re.compile(r"# ([\w./-]+\.\w+)(?: -- .*)?\n")
 
 
@@ -25,7 +25,7 @@ class Block:
 
     Attributes:
         place: `page:line` of its first line.
-        section: the heading above it.
+        section: the heading above it, of the first or second level.
         language: the word behind the fence.
     """
 
