@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows
+from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
 from agentrl.cli.resolve_targets import (
@@ -20,7 +21,6 @@ from agentrl.cli.resolve_targets import (
 )
 from agentrl.cli.run_tree import show_tree
 from agentrl.cli.verify import verify as verified
-from agentrl.cli.watch import trained_on_query
 from agentrl.workflow.analysis.transcript import as_document, transcript_lines
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import cell, one_line

@@ -255,7 +255,7 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", model: str) -> 
 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
     """Sample the first tasks in an evaluation of the model; return what its groups can teach."""
-    from agentrl.cli.evaluate import eval_run_of, run_to_end, with_policy_name
+    from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.requests.submit import prepare
     from agentrl.workers.stack.process import database

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.console import say
+from agentrl.cli.console import say, show, show_json
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
@@ -265,3 +265,26 @@ def _difference_lines(worker: "Fitness") -> Iterator[str]:
 def _join_lines(first: str, rest: Sequence[str]) -> str:
     """The texts as lines, all but the first indented."""
     return "\n".join([first, *(f"  {line}" for line in rest)])
+
+
+def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
+    """Starts the services, writes the run, and follows it if asked to. Only a detached run may wait for later workers."""
+    from agentrl.cli.follow import follow_to_end
+    from agentrl.workers.stack.process import database
+
+    made, missing = start_run(prepared, required=wait is not False)
+    if as_json:
+        show_json({"run": made.name, "id": made.id, "created": made.created, "iterations": made.iterations})
+    else:
+        show(made.name)
+    counted = "1 iteration" if made.iterations == 1 else f"{made.iterations} iterations"
+    before = "was submitted before" + ("" if made.status == "running" else f" and is {made.status}")
+    say(f"{made.name}: {'submitted' if made.created else before}, {counted}.")
+    for line in missing:
+        say(line)
+    if wait:
+        follow_to_end(database(), made.name)
+    elif made.status in ("paused", "failed"):
+        say(f"Set it going: agentrl resume {made.name}")
+    else:
+        say(f"Follow it: agentrl watch {made.name}")

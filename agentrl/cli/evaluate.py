@@ -2,55 +2,36 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from hashlib import sha256
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.console import Json, format_interval, say, show, show_json
-from agentrl.cli.options import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
-from agentrl.cli.resolve_targets import Trust, existing_database, find_policy
-from agentrl.cli.submit import describe_rewards
+from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
+from agentrl.cli.options import (
+    AgentName,
+    AgentNetwork,
+    AgentSandbox,
+    AgentUnsafe,
+    MinP,
+    PolicyName,
+    Stop,
+    TemplateFile,
+    ToolFormatName,
+    TopK,
+    TopP,
+    chat_values,
+)
+from agentrl.cli.resolve_targets import Trust, existing_database, find_trusted_policy
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.runtime.gc_pause import pause_gc
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
-    from agentrl.workers.requests.submit import PreparedRun
-    from agentrl.workflow.experiment import Experiment
 
-PolicyName = Annotated[
-    str,
-    typer.Option(
-        *("--policy", "--model", "--model-path"),
-        metavar="RUN[@VERSION|@best|@epochN]|PATH|MODEL",
-        help="A run's policy (newest version), a checkpoint or a model.",
-    ),
-]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the likeliest up to this total [the run's].", show_default=False)
-]
-MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Least share of the likeliest's probability [the run's].", show_default=False)
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
-]
-
-ToolFormatName = Annotated[
-    str | None,
-    typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),
-]
-TemplateFile = Annotated[
-    str | None,
-    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
-]
 
 SCORE_COLUMNS = (
     "tasks",
@@ -149,36 +130,6 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
-    """Start an evaluation and follow it to its end; exits with 1 where it does not end as done."""
-    from agentrl.cli.ensure_workers import start_run
-    from agentrl.cli.watch import follow
-    from agentrl.workers.stack.process import database
-
-    made, missing = start_run(prepared, required=True)
-    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
-    for line in [counted, f"  {_describe_scoring(prepared.experiment)}", *missing]:
-        say(line)
-    view = follow(database(), made.name, sys.stderr.isatty(), say)
-    if view.run["status"] != "done":
-        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
-        raise typer.Exit(1)
-    return made
-
-
-def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """The evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same weights."""
-    manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
-    return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
-
-
-def _describe_scoring(measured: "Experiment") -> str:
-    """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
-    prompt = measured.env.system_prompt
-    shown = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
-    return f"env {measured.config.env} ({shown}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"
-
-
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
     """The options that take the likeliest token, the same for each policy whatever its run's options.
 
@@ -193,60 +144,8 @@ def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]
     return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
-def eval_run_of(
-    policy: str,
-    dataset: str | None,
-    split: str | None,
-    n: int | None,
-    rollout: Mapping[str, Any],
-    env: str | None = None,
-    trust: bool = False,
-    agent: Mapping[str, Any] = MappingProxyType({}),
-    rewards: Mapping[str, float] = MappingProxyType({}),
-    rows: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[RunConfig, Any]:
-    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
-
-    Options that `rollout`, `agent` and `rewards` lack, or give as None, are the run's. `trust`: the model's own code may run.
-    """
-    from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
-
-    base, ref = find_trusted_policy(policy, trust)
-    config = eval_config(base, dataset, split, n, rollout, env, agent, rewards, rows)
-    if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
-        check_model_is_there(policy, config)
-    return in_one_iteration(config), ref
-
-
-def find_trusted_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
-    """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
-    config, ref = find_policy(policy)
-    trusted = config.model.trust_remote_code or trust
-    return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
-
-
-def check_model_is_there(policy: str, config: RunConfig) -> None:
-    """Checks that words which mean no run mean a model.
-
-    Raises:
-        ModelError: they do not.
-    """
-    from agentrl.workflow.models.lookup import existing_model
-
-    try:
-        existing_model(config.model.path, config.dataset.name)
-    except ModelError as error:
-        raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
-
-
 def _rollout_values(rollout: Mapping[str, Any]) -> dict[str, Any]:
     return {f"rollout.{key}": value for key, value in rollout.items() if value is not None}
-
-
-def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
-    """The chosen chat options, as keys of the config."""
-    given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
-    return {key: value for key, value in given.items() if value is not None}
 
 
 def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:

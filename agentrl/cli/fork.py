@@ -30,7 +30,7 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Continue an episode from one of its steps, several times; prints the fork run's name."""
-    from agentrl.cli.submit import send_run
+    from agentrl.cli.ensure_workers import send_run
     from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 
     asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)

@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.cli.console import Json, show, show_json
-from agentrl.cli.evaluate import (
-    PolicyName,
-    TemplateFile,
-    ToolFormatName,
-    chat_values,
-    check_model_is_there,
-    find_trusted_policy,
-)
-from agentrl.cli.resolve_targets import Trust, existing_database
+from agentrl.cli.options import PolicyName, TemplateFile, ToolFormatName, chat_values
+from agentrl.cli.resolve_targets import Trust, check_model_is_there, existing_database, find_trusted_policy
 from agentrl.workflow.runtime.shown_text import cell
 
 if TYPE_CHECKING:

@@ -61,3 +61,35 @@ AgentName = Annotated[str | None, config_option("agent.name")]
 AgentNetwork = Annotated[str | None, config_option("agent.network")]
 AgentUnsafe = Annotated[bool | None, config_option("agent.unsafe")]
 AgentSandbox = Annotated[bool | None, config_option("agent.sandbox")]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        *("--policy", "--model", "--model-path"),
+        metavar="RUN[@VERSION|@best|@epochN]|PATH|MODEL",
+        help="A run's policy (newest version), a checkpoint or a model.",
+    ),
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the likeliest up to this total [the run's].", show_default=False)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Least share of the likeliest's probability [the run's].", show_default=False)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
+]
+ToolFormatName = Annotated[
+    str | None,
+    typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),
+]
+TemplateFile = Annotated[
+    str | None,
+    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+]
+
+
+def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
+    """The chosen chat options, as keys of the config."""
+    given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
+    return {key: value for key, value in given.items() if value is not None}

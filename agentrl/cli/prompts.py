@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.console import Json, format_interval, say, show, show_json, show_table
+from agentrl.cli.console import Json, say, show, show_json, show_table
+from agentrl.cli.follow import gain_lines, gain_of
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 
 if TYPE_CHECKING:
-    from agentrl.workflow.stats.paired_test import PairedComparison
     from agentrl.workflow.store.reads.resource_rows import ResourceRow
 
 SHOWN = 60
@@ -96,27 +96,6 @@ def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
         say(f"  agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
     if any(row.chosen and row.version for row in rows):
         say(f"The text itself: agentrl prompts {run} show best")
-
-
-def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """What a search gained, on tasks that no choice has read; None where it measured nothing."""
-    from agentrl.workflow.stats.paired_test import compare_paired
-    from agentrl.workflow.store.reads.resource_rows import find_held_out
-
-    measured = find_held_out(db, run)
-    found = compare_paired(measured.seed, measured.chosen)
-    return found if found.tasks else None
-
-
-def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
-    """What a search gained, in words."""
-    if gain is None:
-        return
-    yield f"held out: {gain.tasks} tasks that no choice has read"
-    interval = {"low": gain.low, "high": gain.high, "interval_by": gain.interval_by}
-    difference = f"{cell(gain.difference)}  {format_interval(interval)}  p {cell(gain.p_value)} ({gain.method})"
-    yield f"  reward {cell(gain.first)} -> {cell(gain.second)}  difference {difference}"
-    yield f"  better on {gain.won}, worse on {gain.lost}, equal on {gain.tied}"
 
 
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:

@@ -279,3 +279,25 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
             "Name RUN@VERSION where its run is, or a model's folder.",
         )
     return found
+
+
+def find_trusted_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+    """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
+    config, ref = find_policy(policy)
+    trusted = config.model.trust_remote_code or trust
+    return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
+
+
+def check_model_is_there(policy: str, config: RunConfig) -> None:
+    """Checks that words which mean no run mean a model.
+
+    Raises:
+        ModelError: they do not.
+    """
+    from agentrl.workflow.errors import ModelError
+    from agentrl.workflow.models.lookup import existing_model
+
+    try:
+        existing_model(config.model.path, config.dataset.name)
+    except ModelError as error:
+        raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error

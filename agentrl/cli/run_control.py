@@ -10,10 +10,10 @@ from uuid import uuid4
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.follow import follow_to_end
 from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.run_view import iteration_numbers
-from agentrl.cli.watch import follow_to_end
 from agentrl.workflow.config import MOST
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
 

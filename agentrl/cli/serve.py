@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.console import say, show
-from agentrl.cli.evaluate import (
-    MinP,
-    PolicyName,
-    Stop,
-    TemplateFile,
-    ToolFormatName,
-    TopK,
-    TopP,
-    chat_values,
-    check_model_is_there,
-    find_trusted_policy,
-)
-from agentrl.cli.resolve_targets import Trust
+from agentrl.cli.options import MinP, PolicyName, Stop, TemplateFile, ToolFormatName, TopK, TopP, chat_values
+from agentrl.cli.resolve_targets import Trust, check_model_is_there, find_trusted_policy
 from agentrl.workflow.errors import ConfigError
 
 if TYPE_CHECKING:

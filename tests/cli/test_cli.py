@@ -22,11 +22,11 @@ from sqlalchemy import text as sql
 
 from agentrl.cli.console import show_json
 from agentrl.cli.doctor import Check, _gsm8k
+from agentrl.cli.follow import is_somebody_working, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.plot import buckets, plot, sparkline
 from agentrl.cli.run_view import RunView, held_out_line
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import is_somebody_working, load_view, summary
 from agentrl.workers.stack import broker, embedded, presence
 from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from agentrl.cli.follow import _Lines, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import _Lines, load_view, summary
 from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.store.test_evals import measure, measured
@@ -49,7 +49,7 @@ def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
     sqlite: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, written = [100.0], list[str]()
-    monkeypatch.setattr("agentrl.cli.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("agentrl.cli.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
     view, lines = going(sqlite, 0), _Lines(written.append)
     for now[0] in (100.0, 114.0, 115.0, 120.0, 130.0):
         lines.show(view)

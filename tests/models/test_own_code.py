@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli import submit as submitting
-from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.eval_run import eval_run_of
 from agentrl.workers.requests import submit as submission
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError

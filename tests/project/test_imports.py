@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.commands import COMMANDS
 from bench.gpu.__main__ import PARTS
 from bench.gpu.suites import FILES
 
@@ -79,3 +80,14 @@ def test_gpu_check_parts_import_no_queue_and_no_database(monkeypatch: pytest.Mon
     assert {"torch", "agentrl.workflow.training.trainer", "bench.gpu.part", "tests.support.small_models"} <= needed
     assert not {name.partition(".")[0] for name in needed} & {"alembic", "celery", "gguf", "kombu", "redis", "sqlalchemy"}
     assert not [name for name in needed if name.startswith("agentrl.workers")]
+
+
+def test_commands_import_no_other_command() -> None:
+    """Options and functions that several commands need are in modules that are no commands."""
+    modules = {entry.where.partition(":")[0] for entry in COMMANDS.values()}
+    imported = []
+    for module in sorted(modules):
+        tree = ast.parse(Path(*module.split(".")).with_suffix(".py").read_text())
+        names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported += [(module, name) for name in sorted(names & modules)]
+    assert imported == []

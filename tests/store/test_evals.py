@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.cli import maintenance
-from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.eval_run import eval_run_of
 from agentrl.cli.main import main
 from agentrl.cli.resolve_targets import find_policy
 from agentrl.workers.requests.eval_config import eval_config, sampling_differences

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.watch import load_view, summary
+from agentrl.cli.follow import load_view, summary
 from agentrl.workers.jobs import rollout as worker
 from agentrl.workers.requests.fork_request import OTHER_CODE, ForkRequest, prepare_fork
 from agentrl.workers.requests.rescoring import rescore

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text, update
 from sqlalchemy.exc import IntegrityError
 
-from agentrl.cli.watch import eval_line, iteration_line
+from agentrl.cli.follow import eval_line, iteration_line
 from agentrl.workflow.errors import Fenced, ModelError, StateError
 from agentrl.workflow.runtime.shown_text import cell
 from agentrl.workflow.stats.evaluation import Score, evaluate

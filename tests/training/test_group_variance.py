@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.eval_run import eval_run_of
+from agentrl.cli.follow import iteration_line, load_view
 from agentrl.cli.run_view import RunView, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.cli.watch import iteration_line, load_view
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored
 from agentrl.workers.requests.submit import prepare

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.evaluate import eval_run_of
+from agentrl.cli.eval_run import eval_run_of
 from agentrl.cli.run_view import iteration_numbers, iteration_seconds
 from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 from agentrl.workers.requests.stored_groups import prepare_stored

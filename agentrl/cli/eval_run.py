@@ -1,0 +1,74 @@
+"""A run that measures a policy: its config, its end, its name."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from agentrl.cli.console import say
+from agentrl.cli.follow import follow
+from agentrl.cli.plan import describe_rewards
+from agentrl.cli.resolve_targets import check_model_is_there, find_policy, find_trusted_policy
+from agentrl.workflow.config import RunConfig
+
+if TYPE_CHECKING:
+    from agentrl.workers.requests.submit import PreparedRun
+    from agentrl.workflow.experiment import Experiment
+
+
+def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
+    """Start an evaluation and follow it to its end; exits with 1 where it does not end as done."""
+    from agentrl.cli.ensure_workers import start_run
+    from agentrl.workers.stack.process import database
+
+    made, missing = start_run(prepared, required=True)
+    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
+    for line in [counted, f"  {_describe_scoring(prepared.experiment)}", *missing]:
+        say(line)
+    view = follow(database(), made.name, sys.stderr.isatty(), say)
+    if view.run["status"] != "done":
+        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
+        raise typer.Exit(1)
+    return made
+
+
+def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
+    """The evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same weights."""
+    manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
+    return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
+
+
+def eval_run_of(
+    policy: str,
+    dataset: str | None,
+    split: str | None,
+    n: int | None,
+    rollout: Mapping[str, Any],
+    env: str | None = None,
+    trust: bool = False,
+    agent: Mapping[str, Any] = MappingProxyType({}),
+    rewards: Mapping[str, float] = MappingProxyType({}),
+    rows: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[RunConfig, Any]:
+    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
+
+    Options that `rollout`, `agent` and `rewards` lack, or give as None, are the run's. `trust`: the model's own code may run.
+    """
+    from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
+
+    base, ref = find_trusted_policy(policy, trust)
+    config = eval_config(base, dataset, split, n, rollout, env, agent, rewards, rows)
+    if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
+        check_model_is_there(policy, config)
+    return in_one_iteration(config), ref
+
+
+def _describe_scoring(measured: "Experiment") -> str:
+    """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
+    prompt = measured.env.system_prompt
+    shown = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
+    return f"env {measured.config.env} ({shown}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"

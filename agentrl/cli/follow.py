@@ -1,0 +1,359 @@
+"""Following a run: live on a terminal, else one line per finished iteration; a summary at the end.
+
+It only reads: after Ctrl-C the run continues.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+
+from agentrl.cli.console import (
+    console,
+    format_decimals,
+    format_duration,
+    format_interval,
+    say,
+)
+from agentrl.cli.plot import plot
+from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
+from agentrl.cli.screen import live_lines
+from agentrl.workflow.runtime.shown_text import Line, cell, one_line
+
+if TYPE_CHECKING:
+    from agentrl.workflow.stats.paired_test import PairedComparison
+
+POLL_SECONDS = 0.5
+LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
+"""Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence.
+After the same silence within an iteration: a line on its progress."""
+FLAT_ITERATIONS = 3
+"""After so many iterations without any difference of rewards within a group, a run says why."""
+ALONE_SECONDS = 10.0
+"""Seconds without a control loop after which a run is reported as stranded."""
+ENDED_STATUSES = ("done", "cancelled")
+
+TOO_FEW_NOTE = " (trains with the episodes there are)"
+SKIPPED_NOTE = " (goes on without an update of that iteration: none of its episodes can train)"
+"""What `resume` does with an open iteration none of whose episodes is left to run, and with one that cannot train."""
+
+RESUME_HINT = "Once what it says is mended"
+"""When a failed run can go on: its cause does not go away by itself."""
+
+
+def follow_to_end(db: Any, run: str) -> None:
+    """Follows a run as `watch` does, with everything on stderr, for `--wait`.
+
+    Raises:
+        typer.Exit: with 1, unless the run ends as done.
+    """
+    view = follow(db, run, sys.stderr.isatty(), say)
+    for text, _ in summary(view):
+        say(text)
+    if view.run["status"] != "done":
+        raise typer.Exit(1)
+
+
+def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
+    """The run's state now; reads only iterations that `before` lacks."""
+    from agentrl.workflow.store.reads import run_rows
+    from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
+    from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
+    from agentrl.workflow.store.reads.paging import iterate_rows
+
+    known = [] if before is None else before.iterations
+    evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best one
+    row = run_rows.describe_run(db, run)
+    after = known[-1]["iteration"] if known else 0
+    found = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
+    fresh = [each for each in found if each.status in ENDED_STATUSES]
+    is_open = row["status"] in OPEN_STATUSES
+    return RunView(
+        row,
+        [*known, *fresh],
+        run_rows.count_progress(db, run),
+        {} if is_open else run_rows.find_most_frequent_failure(db, run),
+        {} if is_open else run_rows.find_most_frequent_agent_error(db, run),
+        run_rows.why_sampling_on(db, run),
+        evals=evals,
+        gained=_gained(db, row),
+        flat=before.flat if before is not None and not fresh else _flat_lines(db, row, [*known, *fresh]),
+    )
+
+
+def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
+    """Why the newest iterations of a training run taught nothing, if the rewards in all of their groups are equal."""
+    newest = iterations[-FLAT_ITERATIONS:]
+    flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
+    if run["kind"] != "train" or not flat:
+        return []
+    from agentrl.workflow.algorithms import find_gradient
+    from agentrl.workflow.store.reads import run_rows
+
+    found = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
+    if not found["episodes"] or not find_gradient(found["algorithm"]).needs_group:
+        return []
+    lines = [f"The last {FLAT_ITERATIONS} iterations taught nothing: in each group all rewards are equal."]
+    for part in found["parts"]:
+        least, most = cell(part["least"]), cell(part["most"])
+        lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}'}")
+    lines.append(
+        f"  of {found['episodes']} episodes {found['called']} made a call, {found['unreadable']} one that could not be read"
+    )
+    example = found["example"]
+    lines.append(f"  an answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
+    tries = [_more_variance(found["parts"]), "--group-size and --temperature higher"]
+    tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []
+    return [*lines, f"  Try: {'; '.join(tries)}"]
+
+
+def _more_variance(parts: Sequence[Row]) -> str:
+    """What may make rewards differ, by what they are now."""
+    if all(part["most"] <= 0 for part in parts):
+        return "imitate first (agentrl sft), easier tasks, or another model"
+    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more steps"
+
+
+def _gained(db: Any, row: Row) -> list[str]:
+    if row["kind"] != "search" or row["status"] in OPEN_STATUSES:
+        return []
+
+    return list(gain_lines(gain_of(db, row["run"])))
+
+
+def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
+    """Shows the run until it is done, paused, failed or cancelled. Ctrl-C prints how to stop it, and exits with 130."""
+    view, seen = None, time.monotonic()
+    try:
+        with _Live() if live else _Lines(write) as screen:
+            while True:
+                view = load_view(db, run, view)
+                if view.run["status"] != "done":  # a done run needs no control loop
+                    if is_somebody_working(db):
+                        seen = time.monotonic()
+                    view.warning = (
+                        _no_control_loop_hint(run) if time.monotonic() - seen > ALONE_SECONDS else _wait_line(db, view.run)
+                    )
+                screen.show(view)
+                if not view.is_active:
+                    return view
+                time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        say(f"Detached; the run goes on. Stop it: agentrl cancel {run}")
+        raise
+
+
+@dataclass
+class _Lines:
+    """Writes a line per finished iteration; of a long run every eighth, those without a step, and one after a long silence."""
+
+    write: Any
+    shown: int = 0
+    wrote: float = -MAX_SILENCE_SECONDS
+    began: float = field(default_factory=lambda: time.monotonic())
+    measured: set[int] = field(default_factory=set)
+    warned: str = ""
+    flat: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        return None
+
+    def show(self, view: RunView) -> None:
+        """Writes the lines that are new."""
+        for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.shown :]:
+            if self._is_due(row, view.run["iterations"]):
+                self.write(iteration_line(row, view.run["iterations"], seconds))
+                self.wrote = time.monotonic()
+        self.shown = len(view.iterations)
+        for row in view.evals:
+            if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
+                self.measured.add(row["id"])
+                self.write(eval_line(row, view.run["best_version"]))
+        if view.flat and not self.flat:
+            for line in view.flat:
+                self.write(line)
+        self.flat = view.flat
+        if view.progress and time.monotonic() - max(self.wrote, self.began) >= MAX_SILENCE_SECONDS:
+            self.write(progress_line(view))
+            self.wrote = time.monotonic()
+        if view.warning and view.warning != self.warned:
+            say(view.warning)
+        self.warned = view.warning
+
+    def _is_due(self, row: Row, iterations: int) -> bool:
+        told = iterations <= FEW_ITERATIONS or row["iteration"] % LINE_EVERY == 0 or row["iteration"] == iterations
+        return (
+            told or row["status"] == "cancelled" or bool(row["skipped"]) or time.monotonic() - self.wrote >= MAX_SILENCE_SECONDS
+        )
+
+
+class _Live:
+    """A screen on the terminal, updated in place."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self.live = Live(console=console(stderr=not sys.stdout.isatty()), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *ending: Any) -> None:
+        self.live.__exit__(*ending)
+
+    def show(self, view: RunView) -> None:
+        """Updates the lines."""
+        from rich.text import Text
+
+        size = self.live.console.size
+        self.live.update(Text("\n".join(live_lines(view, size.width, size.height))), refresh=True)
+
+
+def progress_line(view: RunView) -> str:
+    """One line on the open iterations."""
+    now = view.progress
+    which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
+    counted = f"{now['finished']} of {now['episodes']} episodes over, {now['sampled_tokens']:,} tokens sampled"
+    return f"iteration {which}/{view.run['iterations']}  {counted}"
+
+
+def iteration_line(row: Row, iterations: int, seconds: float) -> str:
+    """One line on a finished iteration and its seconds."""
+    if row["status"] == "cancelled":
+        return f"iteration {row['iteration']}/{iterations}  cancelled"
+    parts = [
+        f"iteration {row['iteration']}/{iterations}",
+        f"epoch {row['epoch']}",
+        f"reward {cell(row['mean_reward'])}",
+        f"episodes {row['trainable']}/{row['episodes']}",
+        *([f"groups {row['groups'] - row['dropped_groups']}/{row['groups']}"] if row["more_groups"] else []),
+        f"tokens {row['tokens']}",
+        f"calls {row['tool_calls']}",
+        f"loss {cell(row['loss'])}",
+        *([f"explained variance {cell(row['explained_variance'])}"] if row["explained_variance"] is not None else []),
+        f"{seconds:.1f} s",
+        *([f"staleness {row['staleness']}"] if row["staleness"] else []),
+    ]
+    return "  ".join([*parts, f"no step: {row['skipped']}"] if row["skipped"] else parts)
+
+
+def eval_line(row: Row, best: int | None) -> str:
+    """One line on a measured version."""
+    head = f"held out  version {row['policy_version']}"
+    if row["mean_reward"] is None:
+        return f"{head}  {row['status']}  {row['reason']}".rstrip()
+    parts = [head, f"mean {cell(row['mean_reward'])}", format_interval(row), f"n {row['episodes']}", f"errors {row['errors']}"]
+    return "  ".join([*parts, "best so far"] if row["policy_version"] == best else parts)
+
+
+def summary(view: RunView) -> list[Line]:
+    """Lines on the run's course, and the commands to look closer."""
+    run, name = view.run, view.run["run"]
+    lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
+    if run["reason"]:
+        lines.append((f"  {run['reason']}", "yellow"))
+    if view.rewards:
+        lines.append((f"  {_describe_rewards(view.rewards)}", ""))
+        lines += [(line, "cyan") for line in plot(view.rewards)]
+    if view.scores:
+        lines.append((f"  {held_out_line(view)}", ""))
+    lines += [(f"  {line}", "") for line in view.gained]
+    lines += [(f"  {line}", "yellow") for line in view.flat]
+    lines += _failure_lines(view)
+    if run["status"] in ("paused", "failed"):
+        now = view.progress
+        over = now and now["finished"] == now["episodes"]
+        meant = (TOO_FEW_NOTE if now["done"] else SKIPPED_NOTE) if over else ""
+        lines.append((f"  {'Go on' if run['status'] == 'paused' else RESUME_HINT}: agentrl resume {name}{meant}", ""))
+    if not view.has_episodes:
+        return lines
+    curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
+    listed = f"agentrl episodes {name}" + (" --max-reward 0" if view.rewards else "")
+    return [
+        *lines,
+        ("  Look closer:", ""),
+        (f"    {listed if run['episodes_done'] or not view.rewards else trained_on_query(name)}", ""),
+        ("    agentrl replay EPISODE", ""),
+        *([(f"    agentrl prompts {name}", "")] if run["kind"] == "search" else []),
+        *([(curve, "")] if view.rewards else []),
+    ]
+
+
+def trained_on_query(run: str) -> str:
+    """The command that lists the stored episodes of a run that samples none of its own."""
+    return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
+
+
+def _failure_lines(view: RunView) -> list[Line]:
+    most, agents, name = view.failure, view.agent_error, view.run["run"]
+    lines: list[Line] = []
+    if most:
+        said = f"{most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}"
+        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --status {most['status']}", "")]
+    if agents:
+        said = f"{agents['ended']} episodes' agents ended badly, {agents['episodes']} with: {one_line(agents['error'], 300)}"
+        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
+    return lines
+
+
+def _describe_rewards(rewards: Sequence[float]) -> str:
+    some = max(1, len(rewards) // 10)
+    if len(rewards) == 1:
+        return f"reward {format_decimals(rewards[0])} (one iteration)"
+    first, last = sum(rewards[:some]) / some, sum(rewards[-some:]) / some
+    meant = "the first and the last of" if some == 1 else f"mean of the first and the last {some} of"
+    return f"reward {format_decimals(first)} -> {format_decimals(last)} ({meant} {len(rewards)} iterations)"
+
+
+def is_somebody_working(db: Any) -> bool:
+    """Whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
+    from agentrl.workers.stack import embedded
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store import leases
+
+    where = settings()
+    return leases.service_holder(db, "control") is not None or (
+        not where.broker_url and embedded.find_supervisor(where) is not None
+    )
+
+
+def _wait_line(db: Any, run: Row) -> str:
+    from agentrl.workflow.store import blocked_runs
+
+    waited = blocked_runs.find_wait_reason(db, run["id"])
+    return f"{run['run']} waits: {waited}" if waited else ""
+
+
+def _no_control_loop_hint(run: str) -> str:
+    from agentrl.workflow.settings import settings
+
+    start = "agentrl worker control" if settings().broker_url else f"agentrl resume {run}"
+    return f"No control loop runs, so nothing may be working on {run}. Start one: {start}"
+
+
+def gain_of(db: Any, run: str) -> "PairedComparison | None":
+    """What a search gained, on tasks that no choice has read; None where it measured nothing."""
+    from agentrl.workflow.stats.paired_test import compare_paired
+    from agentrl.workflow.store.reads.resource_rows import find_held_out
+
+    measured = find_held_out(db, run)
+    found = compare_paired(measured.seed, measured.chosen)
+    return found if found.tasks else None
+
+
+def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
+    """What a search gained, in words."""
+    if gain is None:
+        return
+    yield f"held out: {gain.tasks} tasks that no choice has read"
+    interval = {"low": gain.low, "high": gain.high, "interval_by": gain.interval_by}
+    difference = f"{cell(gain.difference)}  {format_interval(interval)}  p {cell(gain.p_value)} ({gain.method})"
+    yield f"  reward {cell(gain.first)} -> {cell(gain.second)}  difference {difference}"
+    yield f"  better on {gain.won}, worse on {gain.lost}, equal on {gain.tied}"

@@ -1,0 +1,140 @@
+"""The plan of a run as `submit --dry-run` prints it, and descriptions of its parts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.cli.console import show_json, show_lines, show_table
+from agentrl.cli.resolve_targets import existing_database
+from agentrl.workflow.config import AgentConfig, ModelConfig
+from agentrl.workflow.runtime.shown_text import cell
+
+
+def _describe_origin(origin: dict[str, Any]) -> str:
+    return f"{origin['run']}@{origin['version']}{', merged' if origin['lora'] == 'new' else ''}"
+
+
+def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
+    """The held-out tasks, and what measuring the first, every Nth and the last version costs; empty if nothing is measured."""
+    evaluation = submission.evaluation
+    if evaluation is None or every is None:
+        return {}
+    times, each = 1 + math.ceil(submission.iterations / every), len(evaluation.tasks) * evaluation.group_size
+    tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
+    return {
+        "held_out": f"every {every} versions: {tasks} x {evaluation.group_size}; {times} x {each} = {times * each} episodes"
+    }
+
+
+def _describe_roles(submission: Any) -> dict[str, str]:
+    """Of a search, what its tasks are for."""
+    roles = list(submission.roles.values())
+    if not roles:
+        return {}
+    choose, held_out = roles.count("choose"), roles.count("held_out")
+    return {"of these": f"{len(submission.tasks) - len(roles)} teach, {choose} choose, {held_out} are held out"}
+
+
+def describe_agent(agent: AgentConfig) -> str:
+    """The agent, and where it runs."""
+    if not agent.sandboxed:
+        return f"{agent.name} (no sandbox)"
+    return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
+
+
+def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
+    """The rewards with their weights; those that an agent gives itself too."""
+    named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
+    own = [f"the agent's own x {cell(float(agent.own_rewards))}"] if agent is not None else []
+    return [*named, *own]
+
+
+def _describe_update(made: Any) -> dict[str, Any]:
+    """The parts of an update that differ from the ordinary; of a search what it works on."""
+    from agentrl.workflow.algorithms import searches
+    from agentrl.workflow.plugins import find
+
+    config = made.config
+    if searches(find("algorithms", config.algorithm.name)):
+        return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
+    warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
+    found: dict[str, Any] = {"convention": config.algorithm.convention}
+    found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
+    found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if made.algorithm.critic else {}
+    return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
+
+
+def _describe_calls(model: Any) -> str:
+    """Name the format of calls, and say if bare JSON does not count as one."""
+    named = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
+    return f"{named}, strict" if model.strict_calls else named
+
+
+def _describe_time(submission: Any) -> dict[str, str]:
+    """The time to expect, if a stored run's iterations did the same work; a search and stored groups have none."""
+    from statistics import median
+
+    from agentrl.workflow.store.reads.run_rows import find_similar_iterations
+
+    db = existing_database()
+    if db is None or submission.kind != "train" or not submission.episodes:
+        return {}
+    found = find_similar_iterations(db, submission.policy.base, submission.config)
+    if found is None:
+        return {}
+    run, each = found[0], median(found[1])
+    return {"time": f"about {_hours(each * submission.iterations)}: {each:.1f} s an iteration, as in {run}, and evaluations"}
+
+
+def _hours(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfig) -> dict[str, str]:
+    """How the built-in sampler runs the model, the layers that LoRA trains, else the precision, and remarks."""
+    plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
+    if layers := facts.get("lora_layers"):
+        trained = facts["trained"]
+        plan["lora_layers"] = ", ".join(f"{name} x {count}" for name, count in layers.items())
+        plan["lora_trains"] = f"{trained['trainable']:,} of {trained['all']:,} parameters"
+    elif "trained" in facts and model.dtype == "auto" and model.numerics != "exact":
+        plan["precision"] = "float32; on a GPU bfloat16 with float32 weights (model.dtype=float32: float32 there too)"
+    return plan | ({"remarks": " ".join(facts["remarks"])} if facts.get("remarks") else {})
+
+
+def show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
+    """Print what the run would do."""
+    submission, config = prepared.submission, prepared.config
+    tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
+    planned = submission.episodes
+    rewards = describe_rewards(submission.weights, config.agent)
+    plan = {
+        "name": submission.name,
+        "dataset": f"{config.dataset.name} ({config.dataset.split})",
+        "model": submission.policy.base,
+        **({"from": _describe_origin(submission.manifest["from"])} if "from" in submission.manifest else {}),
+        **_describe_model(facts, prepared.experiment.engine.local, config.model),
+        "env": config.env,
+        **({"agent": describe_agent(config.agent)} if config.agent is not None else {}),
+        "tool_format": _describe_calls(config.model),
+        "rewards": ", ".join(rewards),
+        "algorithm": config.algorithm.name,
+        **_describe_update(prepared.experiment),
+        **({"hooks": ", ".join(config.hooks)} if config.hooks else {}),
+        **({"report_to": ", ".join(config.report.to)} if config.report.to else {}),
+        "tasks": tasks or f"{len(submission.groups)} stored groups",
+        **({} if submission.kind == "search" else {"epochs": submission.passes, "iterations": submission.iterations}),
+        "group_size": submission.group_size,
+        **_describe_evaluations(submission, config.eval.every),
+        **_describe_roles(submission),
+        "episodes": planned or ("as many as the search takes" if submission.kind == "search" else "stored"),
+        **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
+        "output_dir": submission.output_dir,
+        **_describe_time(submission),
+    }
+    if as_json:
+        show_json(plan | {"config": submission.config})
+    else:
+        show_table(("plan", ""), [(key, value) for key, value in plan.items() if key != "rewards"])
+        show_lines([("rewards", "bold"), *((f"  {line}", "") for line in rewards)])  # a table would cut long names
