@@ -57,7 +57,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
     "Run": {
         "resume": Entry("agentrl.cli.run_control:resume", "Set a paused, failed or stranded run going again."),
         "pause": Entry("agentrl.cli.run_control:pause", "Pause a run: its workers stop after what they hold."),
-        "report": Entry("agentrl.cli.report:report", "Write a run to wandb, trackio, tensorboard or mlflow; list where it is."),
+        "report": Entry("agentrl.cli.report:report", "Write a run to trackers such as wandb; list where it is."),
         "cancel": Entry("agentrl.cli.run_control:cancel", "End a run for good; what it has stays."),
         "tag": Entry("agentrl.cli.tags:tag", "Give a run tags, by which it is found again."),
         "note": Entry("agentrl.cli.tags:note", "Write down what is to be known of a run."),

@@ -154,7 +154,12 @@ def _broker(where: Any) -> Iterator[Check]:
             yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
             return
     if not broker.is_answering(where):
-        yield Check("broker", "fail", "does not answer", "Check AGENTRL_BROKER_URL." if where.broker_url else "agentrl up")
+        yield Check(
+            "broker",
+            "fail",
+            "does not answer",
+            "Check AGENTRL_BROKER_URL and AGENTRL_BROKER_PASSWORD." if where.broker_url else "agentrl up",
+        )
         return
     yield Check("broker", "ok", "answers")
     log = embedded.log_file(where, "supervisor")

@@ -281,14 +281,14 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     return found
 
 
-def find_trusted_policy(policy: str, trust: bool) -> tuple[RunConfig, Any]:
+def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
     """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
-def check_model_is_there(policy: str, config: RunConfig) -> None:
+def check_model_is_there(policy: str, config: "RunConfig") -> None:
     """Checks that words which mean no run mean a model.
 
     Raises:

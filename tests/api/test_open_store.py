@@ -222,7 +222,7 @@ def test_an_error_is_its_sentence_in_a_notebook() -> None:
 
 def test_what_is_public_is_there_and_is_loaded_when_it_is_used() -> None:
     assert all(hasattr(agentrl, name) for name in agentrl.__all__)
-    assert sorted(agentrl.__all__) == sorted(name for names in agentrl._PLACES.values() for name in names)
+    assert sorted(agentrl.__all__) == sorted(name for names in agentrl._MODULES.values() for name in names)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         _ = agentrl.Trainr
     heavy = "{'torch', 'transformers', 'pandas', 'pyarrow', 'sqlalchemy', 'datasets', 'pydantic'}"

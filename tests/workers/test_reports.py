@@ -173,7 +173,7 @@ def test_processes_write_what_is_left_when_they_are_stopped(own_database: Databa
     processes = ReportProcesses()
     processes.tend(own_database)
     wait_for(lambda: (settings().trackers_dir / "first.jsonl").exists())
-    processes.stop(own_database)
+    processes.stop(lambda: own_database)
     assert value(own_database, "SELECT count(*) FROM service_leases") == 0
     assert steps() == [("iteration", 1), ("iteration", 2)]
     assert [report.status for report in run_reports.list_due_reports(own_database)] == [""]

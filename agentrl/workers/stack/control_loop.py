@@ -36,7 +36,7 @@ def run() -> None:
                 log.exception("this tick failed; the next one starts from the rows again")
             stopping.wait(settings().tick_seconds)
     finally:
-        processes.stop(database())
+        processes.stop(database)
 
 
 def tick() -> int | None:

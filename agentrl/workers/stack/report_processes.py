@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
@@ -122,8 +123,12 @@ class ReportProcesses:
             if key not in self._processes and not paused and len(self._processes) < MAX_PROCESSES:
                 self._processes[key] = ReportProcess(report)
 
-    def stop(self, db: Database) -> None:
-        """Ask all processes to write what is left, and end those that do not end in time."""
+    def stop(self, open_database: Callable[[], Database]) -> None:
+        """Ask all processes to write what is left, and end those that do not end in time.
+
+        Args:
+            open_database: called only if a process holds a lease: the database may be the reason for stopping.
+        """
         for process in self._processes.values():
             process.process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -133,5 +138,5 @@ class ReportProcesses:
             process.kill()
         with suppress(ServiceError):  # leases that cannot be released run out
             for process in self._processes.values():
-                process.release(db)
+                process.release(open_database())
         self._processes.clear()
