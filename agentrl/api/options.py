@@ -46,7 +46,7 @@ def keys_of_file(config: Any) -> dict[str, Any]:
     """The keys of a config file; none where there is none.
 
     Raises:
-        ConfigError: it is no file's name, or the file cannot be read.
+        ConfigError: it is not a regular file's name, or the file cannot be read.
     """
     if config is None:
         return {}

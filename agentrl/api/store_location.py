@@ -35,7 +35,7 @@ class InMemoryStore:
         return str(self.folder)
 
     def close(self) -> None:
-        """Stops its workers and removes it; may be repeated."""
+        """Stops its workers and removes it; repeatable."""
         if self.folder.exists():
             atexit.unregister(self.close)
             if (self.folder / "stack").exists():

@@ -46,7 +46,7 @@ def start(
         first = error.errors()[0]
         name = f"AGENTRL_{'_'.join(map(str, first['loc'])).upper()}"
         raise ConfigError(
-            f"{name} does not fit: {first['msg']} (found {first['input']!r:.80}).", "Correct or unset it."
+            f"{name} is invalid: {first['msg']} (its value: {first['input']!r:.80}).", "Correct or unset it."
         ) from error
 
 

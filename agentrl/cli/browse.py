@@ -68,7 +68,7 @@ def _check_sort(sort: str, known: Mapping[str, str]) -> None:
 def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("-id")] = "-id",
-    tree: Annotated[bool, typer.Option("--tree", help="Show each run under the run that it comes from.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the newest runs; best: the highest mean reward on the held-out split, reached by the version RUN@best."""
@@ -99,13 +99,15 @@ def _run_row(run: Any, tags: Sequence[str]) -> dict[str, Any]:
 
 def episodes(
     run: NewestRun = None,
-    iteration: Annotated[int | None, _integer_filter("Only of this iteration (from 1).", least=1)] = None,
-    status: Annotated[str | None, _filter_option("Only planned, running, done, failed, infra_error or cancelled ones.")] = None,
+    iteration: Annotated[int | None, _integer_filter("Only this iteration (from 1).", least=1)] = None,
+    status: Annotated[
+        str | None, _filter_option("Only this status: planned, running, done, failed, infra_error, cancelled.")
+    ] = None,
     stop_reason: Annotated[
         str | None,
-        _filter_option("Only answered, max_steps, max_tokens, parse_error, tool_error, timeout or agent_error."),
+        _filter_option("Only this reason: answered, max_steps, max_tokens, parse_error, tool_error, timeout, agent_error."),
     ] = None,
-    task: Annotated[str | None, _filter_option("Only of the task of this key.")] = None,
+    task: Annotated[str | None, _filter_option("Only the task with this key.")] = None,
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
     tool_errors: Annotated[int | None, _integer_filter("Only with at least this many failed tool calls.")] = None,
@@ -134,9 +136,9 @@ def episodes(
         show_rows(short, EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
         say(f"Transcript: agentrl replay {page.rows[0].id}")
     else:
-        say("No episode is like that.")
+        say("No episode matches these filters.")
         if not offset and chosen == episode_rows.EpisodeFilter(run) and run_rows.describe_run(db, run).iterations_done:
-            say(f"It learned from stored ones: {trained_on_query(run)}")
+            say(f"It trained on stored episodes: {trained_on_query(run)}")
     if page.next:
         say(f"There are more: --offset {offset + limit}")
 
@@ -157,7 +159,7 @@ def replay(
         str | None,
         typer.Option(
             metavar="tools|tokens|rewards|all",
-            help="Repeat the episode, tools in this process; exit 1 if it differs.",
+            help="Repeat the episode, with tools in this process; exit 1 if it differs.",
             show_default=False,
         ),
     ] = None,
@@ -175,7 +177,7 @@ def replay(
     computed again, and the first difference is named.
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
-        raise ConfigError("--step, --verify and --diff are three different questions.", "Ask one at a time.")
+        raise ConfigError("--step, --verify and --diff exclude each other.", "Pass one of them.")
     db = stored_reader()
     episode = pick_episode(db, episode)
     if verify is not None:
@@ -188,7 +190,7 @@ def replay(
 
     record = episode_rows.find_episode(db, episode)
     if step is not None and step >= len(record.steps):
-        raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0, and no step {step}.")
+        raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0; there is no step {step}.")
     if as_json:
         show_json(as_document(record, step))
     else:
@@ -213,6 +215,6 @@ def events(
         show_json(rows)
     else:
         if not rows:
-            say(f"Nothing has happened to {name} that is worth an event.")
+            say(f"{name} has no events.")
         for row in rows:
             show("  ".join(part for part in (cell(row["created_at"]), row["kind"], row["subject"], row["detail"]) if part))

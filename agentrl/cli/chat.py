@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 HELP = (
     ("/reset", "forget the conversation"),
-    ("/tools [on|off] [NAME]", "list the tools; offer all or one of them, or none"),
+    ("/tools [on|off] [NAME]", "list the tools; switch all of them, or one, on or off"),
     ("/temperature [X]", "sample at this temperature, above 0 and at most 10"),
-    ("/save FILE.jsonl", "append the conversation, to learn from: agentrl sft --dataset FILE.jsonl"),
+    ("/save FILE.jsonl", "append the conversation to a file for agentrl sft --dataset FILE.jsonl"),
     ("/replay", "the conversation with its tokens and logprobs"),
     ("/help", "this"),
-    ("/exit", "leave, as ctrl-D does"),
-    ('LINE\\ or """', "goes on in the next line; three quotation marks begin a block that three more end"),
-    ("ctrl-C", "stop the answer. A line that begins with a space is not a command"),
+    ("/exit", "quit (Ctrl-D)"),
+    ('LINE\\ or """', "continues on the next line; three quotation marks start and end a block of lines"),
+    ("ctrl-C", "stop the answer. A line that starts with a space is a message, not a command"),
 )
 
 
@@ -96,7 +96,7 @@ def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
         except KeyboardInterrupt:
             print(file=sys.stderr)
         except UnicodeDecodeError:
-            say("That line is not UTF-8; it was not sent.")
+            say("The line was not sent: it is not UTF-8.")
         except AgentRLError as error:
             if loading.has_failed:
                 raise
@@ -108,7 +108,7 @@ def _handle_line(loading: Loading, words: str) -> None:
     if command in COMMANDS:
         COMMANDS[command](loading, given.strip())
     elif words.startswith("/") and command[1:].isalpha():
-        hint = f"{did_you_mean(command, COMMANDS)} To send it as a message, begin with a space."
+        hint = f"{did_you_mean(command, COMMANDS)} To send it as a message, start with a space."
         raise ConfigError(f"There is no command {one_line(command)!r}.", hint)
     else:
         _answer(loading.talk(), words.strip())
@@ -126,7 +126,7 @@ def _answer(talk: "Talk", words: str) -> None:
         if not isinstance(error, KeyboardInterrupt):
             raise
         print()
-        say("(stopped; the question is taken back)")
+        say("(stopped; your message was removed)")
 
 
 def _screen_writer(screen: Any) -> Callable[[str, str], None]:
@@ -148,7 +148,7 @@ def _help(loading: Loading, given: str) -> None:
 
 def _reset(loading: Loading, given: str) -> None:
     loading.talk().reset()
-    say("The conversation is forgotten.")
+    say("The conversation was deleted.")
 
 
 def _tools(loading: Loading, given: str) -> None:
@@ -157,13 +157,13 @@ def _tools(loading: Loading, given: str) -> None:
         word, _, name = given.partition(" ")
         name = name.strip()
         if word not in ("on", "off"):
-            raise ConfigError(f"{one_line(given)!r} is neither on nor off.", "/tools on, /tools off calculator")
+            raise ConfigError(f"{one_line(given)!r} is not `on` or `off`.", "/tools on, /tools off calculator")
         if name and name not in talk.tools:
             raise ConfigError(f"There is no tool {one_line(name)!r} here.", did_you_mean(name, talk.tools))
         meant = {name} if name else set(talk.tools)
         talk.set_tools_off(talk.off - meant if word == "on" else talk.off | meant)
     if not talk.tools:
-        say("There are no tools here; --env NAME brings some.")
+        say("This chat has no tools. Start it with --env NAME.")
     width = max(map(len, talk.tools), default=0)
     for name, tool in talk.tools.items():
         told = one_line(tool.schema["function"]["description"], 80)
@@ -190,14 +190,14 @@ def _parse_temperature(given: str) -> float:
 
 def _save(loading: Loading, given: str) -> None:
     if not given.endswith(".jsonl"):
-        raise ConfigError("A conversation is saved in a .jsonl file.", "/save demonstrations.jsonl")
+        raise ConfigError("Conversations are saved to .jsonl files only.", "/save demonstrations.jsonl")
     from agentrl.workflow.training.demonstrations import line_of
 
     file = Path(given).expanduser()
     try:
         line = line_of(loading.talk().demonstration())
     except ValueError as error:
-        raise ConfigError(f"This conversation cannot be a demonstration: {error}.", "Begin anew: /reset") from error
+        raise ConfigError(f"Cannot save this conversation as a demonstration: {error}.", "Start a new one: /reset") from error
     try:
         _append_line(file, line)
     except OSError as error:
@@ -208,7 +208,7 @@ def _save(loading: Loading, given: str) -> None:
 def _append_line(file: Path, line: bytes) -> None:
     """Appends the line to the file, whole or not at all."""
     if file.exists() and not file.is_file():
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     with file.open("a+b", buffering=0) as lines:
         before = lines.seek(0, os.SEEK_END)
         if before:

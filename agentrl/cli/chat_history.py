@@ -61,8 +61,8 @@ class History:
 
     def _give_up(self, error: OSError | ValueError) -> None:
         self._kept = False
-        why = f"cannot be had: {error.strerror}" if isinstance(error, OSError) else str(error)
-        say(f"What is typed here is not remembered: {str(self._file)!r} {why}.")
+        why = f"cannot be opened: {error.strerror}" if isinstance(error, OSError) else str(error)
+        say(f"Input is not saved for the next chat: {str(self._file)!r} {why}.")
 
     def _read_entries(self) -> list[str]:
         """Reads the file; raises ValueError if it is not ours."""
@@ -70,14 +70,14 @@ class History:
         with open(place, "rb") as file:
             found = os.fstat(place)
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:
-                raise ValueError("is no history of agentrl's chat")
+                raise ValueError("is not a chat history of agentrl")
             data = file.read(MAX_FILE_BYTES)
         try:
             lines = data.decode().splitlines()
         except UnicodeDecodeError as error:
-            raise ValueError("is no history of agentrl's chat: it is no text") from error
+            raise ValueError("is not a chat history of agentrl: it is not text") from error
         if data and lines[:1] != [HEADER]:
-            raise ValueError("is no history of agentrl's chat")
+            raise ValueError("is not a chat history of agentrl")
         return [message for line in lines[1:] if (message := _parse_message(line))]
 
     def _shorten(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _side_argument(which: str) -> Any:
-    help_text = f"The {which}: an evaluation's run, or a policy, whose newest evaluation of the same tasks is meant."
+    help_text = f"The {which}: an evaluation's run, or a policy (its newest evaluation of the same tasks)."
     return typer.Argument(metavar="EVAL|POLICY", help=help_text, show_default=False)
 
 
@@ -33,7 +33,9 @@ def compare(
     second: Annotated[str, _side_argument("other")],
     dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the test, used if there are too many sign flips to count all.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the test, used if there are too many sign flips to count them all.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
@@ -64,7 +66,7 @@ def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     """Remarks on other causes of a difference than the policies, a sentence each."""
     if pair.newest != "yes":
         made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
-        yield f"Their newest evaluations do not have the same {pair.newest}; the newest that do are {made} (UTC)."
+        yield f"Their newest evaluations differ in {pair.newest}; compared are the newest that agree: {made} (UTC)."
     yield from list_remarks(pair.one, pair.other, bool(document["accuracy"]))
 
 
@@ -107,7 +109,7 @@ def _show_comparison(found: Mapping[str, Any]) -> None:
         show(f"  B - A of accuracy  {_format_difference(rights)}")
         show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
     if found["left_out"]:
-        show(f"  left out: {found['left_out']} tasks without a done episode on one side")
+        show(f"  {found['left_out']} tasks left out: one side has no done episode")
 
 
 def _format_difference(found: Mapping[str, Any]) -> str:

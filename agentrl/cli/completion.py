@@ -44,7 +44,7 @@ def _query_database(query: Callable[..., list[Any]], begin: str) -> list[Any]:
     from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     def refuse_full() -> NoReturn:
-        raise LookupError("the driver does not suffice")
+        raise LookupError("the terminal driver does not support it")
 
     file = sqlite_file(settings())
     there = file is None or file.exists()

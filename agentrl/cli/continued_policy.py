@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentrl.workers.requests.submit import PreparedRun
     from agentrl.workflow.trajectory import PolicyRef
 
-DEQUANTISED_NOTE = "The base was dequantised, as the LoRA was learned beside it, and then merged: what is made is whole."
+DEQUANTISED_NOTE = "The base was dequantised and the LoRA merged into it: the result is a full-precision model."
 FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_implementation", "numerics")
 """Keys of the section `model` that may differ from those of the weights' run."""
 
@@ -31,7 +31,7 @@ def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCon
 
     if not is_stored_policy(asked.model.path):
         if asked.model.lora == "new":
-            raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
+            raise ConfigError("--lora new requires a run's policy.", "Write --model RUN@3, or leave --lora out.")
         return asked, None
     made, ref, _ = find_trained_policy(asked.model.path, "--model")
     named = {"path": f"{made.name}@{ref.version}", "lora": asked.model.lora}
@@ -79,7 +79,7 @@ def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -
         target.parent.mkdir(parents=True, exist_ok=True)
         from agentrl.workflow.training.merging import merge
 
-        say(f"Merging {made.name}@{ref.version} into {str(target)!r}, on which training begins anew.")
+        say(f"Merging {made.name}@{ref.version} into {str(target)!r} as the base of a new LoRA.")
         if merge(ref, made.model, manifest, target, where.device, where.threads)["dequantised"]:
             say(DEQUANTISED_NOTE)
     return PolicyRef(str(target), base_hash(target))
@@ -105,4 +105,6 @@ def _refuse_other_options(chosen: Mapping[str, Any], made: RunConfig, base: str)
     other = [key for key, value in chosen.items() if key not in FREE_KEYS and value != there[key]]
     if other:
         told = ", ".join(f"model.{key}={there[key]}" for key in other)
-        raise ConfigError(f"The weights of {made.name!r} go on as they are, with {told}.", "Leave it out, or pass --lora new.")
+        raise ConfigError(
+            f"The weights of {made.name!r} are continued as they are, with {told}.", "Leave it out, or pass --lora new."
+        )

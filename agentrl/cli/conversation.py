@@ -20,7 +20,7 @@ from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
 MakesVoice = Callable[[bool, Sequence[str]], Voice]
-OTHER_TOOLS_NOTE = "other tools are offered from here on"
+OTHER_TOOLS_NOTE = "the tools changed here"
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Talk:
             StateError: there is no answer yet, or an answer was cut.
         """
         if not self.steps:
-            raise StateError("There is no answer yet, and so nothing to save.", "Ask something first.")
+            raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")
         if any(step.finish_reason == "length" for step in self.steps):
-            raise StateError("An answer was cut, and a model must not learn to stop there.", "Begin anew: /reset")
+            raise StateError("Cannot save the conversation: an answer in it was cut off.", "Start a new one: /reset")
         messages = tuple(message for step in self.steps for message in (*step.prompt, step.message))
         return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 

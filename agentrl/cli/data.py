@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 data = typer.Typer(help="Show, check and split datasets.", no_args_is_help=True)
 
-DatasetName = Annotated[str, typer.Argument(metavar="DATASET", help="A name, file, folder or OWNER/NAME, as of submit.")]
+DatasetName = Annotated[str, typer.Argument(metavar="DATASET", help="A name, a file, a folder or OWNER/NAME, as for submit.")]
 Split = Annotated[str, typer.Option(help="The split.")]
 Map = Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)]
 Filter = Annotated[str | None, typer.Option(help="SQL condition on the columns of rows to keep.", show_default=False)]
-EnvName = Annotated[str | None, typer.Option("--env", help="Env whose prompt it gets [the dataset's].", show_default=False)]
+EnvName = Annotated[
+    str | None, typer.Option("--env", help="Env whose prompt the rows get [the dataset's].", show_default=False)
+]
 MAX_LISTED = 5
 """Rows of each kind of remark that are listed."""
 
@@ -70,19 +72,21 @@ def check(
     dataset: DatasetName,
     reward: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A reward to try; may be repeated [those of the dataset's env].", show_default=False),
+        typer.Option(metavar="NAME", help="Reward to check; repeatable [those of the dataset's env].", show_default=False),
     ] = None,
     split: Split = "train",
     map: Map = None,
     filter: Filter = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="DATASET|SPLIT", help="What must share no question [test].", show_default=False),
+        typer.Option(
+            metavar="DATASET|SPLIT", help="Split or dataset that must share no question with it [test].", show_default=False
+        ),
     ] = None,
     env: EnvName = None,
     model: Annotated[str | None, typer.Option(help="Count the tokens of prompts for this model.", show_default=False)] = None,
     samples: Annotated[
-        int | None, typer.Option(min=2, max=1024, help="With --model: sample each task so often.", show_default=False)
+        int | None, typer.Option(min=2, max=1024, help="With --model: samples per task.", show_default=False)
     ] = None,
     n: Annotated[int, typer.Option("-n", min=1, max=4096, help="With --samples: only the first N tasks.")] = 64,
     as_json: Json = False,
@@ -95,7 +99,7 @@ def check(
     from agentrl.workflow.reference_check import reference_problems
 
     if samples and not model:
-        raise ConfigError("--samples is for a model.", "Add --model MODEL.")
+        raise ConfigError("--samples requires a model.", "Add --model MODEL.")
     config = _run_config(_rows_config(dataset, split, map, filter), env, model)
     loaded = _load(config.dataset)
     found: dict[str, Any] = {"dataset": dataset, "tasks": len(loaded.tasks)}
@@ -123,12 +127,12 @@ def check(
 def split_rows(
     dataset: DatasetName,
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.", show_default=False)],
-    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the questions that is held out.")] = 0.1,
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the questions to hold out.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Chooses which.")] = 0,
     split: Split = "train",
     map: Map = None,
     filter: Filter = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: Json = False,
 ) -> None:
     """Divide a dataset's rows into train.jsonl and test.jsonl; rows with the same question stay together."""
@@ -218,12 +222,13 @@ def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: 
     other, others = _other_tasks(config, against)
     return {
         "identical": loaded.repeated,
-        "repeated": [f"{later.key} asks the same as {first.key}" for first, later in repeated],
+        "repeated": [f"{later.key} asks the same question as {first.key}" for first, later in repeated],
         "contradictory": sum(first.reference != later.reference for first, later in repeated),
         "without_reference": sum(not task.reference for task in loaded.tasks),
         "against": other,
         "shared": [
-            f"{task.key} asks the same as {theirs.key} of {other}" for task, theirs in find_shared(loaded.tasks, others)
+            f"{task.key} asks the same question as {theirs.key} of {other}"
+            for task, theirs in find_shared(loaded.tasks, others)
         ],
     }
 
@@ -289,19 +294,19 @@ def _check_lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"{len(found[key])} {what}:"
             yield from (f"  {line}" for line in found[key][:MAX_LISTED])
     if found["identical"]:
-        yield f"{found['identical']} rows say the same as an earlier one, and are left out"
+        yield f"{found['identical']} rows repeat an earlier row, and are left out"
     if found["contradictory"]:
-        yield f"{found['contradictory']} of the questions that are asked again have another reference"
+        yield f"{found['contradictory']} of the repeated questions have different references"
     if found["without_reference"]:
         yield f"{found['without_reference']} tasks have no reference"
     if "prompt_tokens" in found:
-        yield f"tokens of prompts; {found['room']} leave room for an answer, and {found['too_long']} tasks have more:"
+        yield f"prompt tokens; at most {found['room']} leave room for an answer, and {found['too_long']} tasks exceed that:"
         yield from (f"  {line}" for line in histogram(found["prompt_tokens"]))
     if found.get("sampled"):
         yield f"{found['run']}: {found['sampled']} tasks sampled, {found['solved']:.0%} solved on average"
         yield f"  {found['always']} tasks are always solved, {found['never']} never"
         learnable = found["groups"] - found["equal"]
-        yield f"  {learnable} of {found['groups']} groups have unequal rewards: what GRPO can learn from"
+        yield f"  {learnable} of {found['groups']} groups have unequal rewards, so that GRPO can learn from them"
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -316,7 +321,7 @@ def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[
     from agentrl.workflow.datasets import is_rows, jsonl
 
     if not is_rows(config.name):
-        raise ConfigError(f"{config.name!r} has no rows of its own to divide.", "Name a file, a folder or OWNER/NAME.")
+        raise ConfigError(f"{config.name!r} cannot be split: its rows are generated.", "Name a file, a folder or OWNER/NAME.")
     problems: list[str] = []
     for row in read_source(config):
         values = dict(row.values or {})

@@ -31,7 +31,7 @@ class Check:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Check this model's chat template too.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Also check this model's chat template.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
     """Check the machine, the services, the models; exit 4 on a fail."""
@@ -92,7 +92,7 @@ def _packages() -> Check:
 def _torch(where: Any) -> Iterator[Check]:
     facts = probe_facts("torch", where.device)
     if "error" in facts:
-        yield Check("torch", "fail", facts["error"], "Install torch again.")
+        yield Check("torch", "fail", facts["error"], "Reinstall torch.")
         return
     found = [facts["version"], *(facts["gpus"] or ["no GPU"])]
     found.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
@@ -131,13 +131,13 @@ def _database(where: Any) -> Check:
     try:
         file = sqlite_file(where)
         if file is not None and not file.exists():
-            return Check("database", "ok", f"{file} will be made by the first command that needs it")
+            return Check("database", "ok", f"{file} does not exist; the first command that needs it creates it")
         with closing(Database(where.database)) as database:
             found, wanted, shown = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
     except AgentRLError as error:
         return Check("database", "fail", error.message, error.hint)
     if found != wanted:
-        return Check("database", "fail", f"{shown} is at {found or 'nothing'}, not {wanted}", "agentrl db upgrade")
+        return Check("database", "fail", f"{shown} is at revision {found or 'none'}, not {wanted}", "agentrl db upgrade")
     return Check("database", "ok", f"{shown} at {found}")
 
 
@@ -151,7 +151,7 @@ def _broker(where: Any) -> Iterator[Check]:
         else:
             yield Check("redis", "ok", server)
         if embedded.find_supervisor(where) is None:
-            yield Check("stack", "ok", "does not run; `agentrl submit` starts it")
+            yield Check("stack", "ok", "not running; `agentrl submit` starts it")
             return
     if not broker.is_answering(where):
         yield Check(
@@ -163,7 +163,7 @@ def _broker(where: Any) -> Iterator[Check]:
         return
     yield Check("broker", "ok", "answers")
     log = embedded.log_file(where, "supervisor")
-    yield from _workers(f"The stack starts it; if it does not come, see {log}" if embedded.find_supervisor(where) else "")
+    yield from _workers(f"The stack starts it. If it does not start, read {log}" if embedded.find_supervisor(where) else "")
 
 
 def _workers(coming: str) -> Iterator[Check]:
@@ -232,10 +232,10 @@ def _sandbox(where: Any) -> Check:
     for kind, found in tries.items():
         if not isinstance(found, SandboxUnavailable):
             return Check("sandbox", "ok", "; ".join([f"{kind} {_describe_sandbox(found)}", *lacking]))
-    refused = f"none: code tools refuse, the rest works. {' '.join(lacking)}"
+    refused = f"none: code tools are refused, everything else works. {' '.join(lacking)}"
     if where.sandbox == "auto":
         return Check("sandbox", "warn", refused, install_hint(where))
-    return Check("sandbox", "fail", refused, "Mend it, or unset AGENTRL_SANDBOX.")
+    return Check("sandbox", "fail", refused, "Fix it, or unset AGENTRL_SANDBOX.")
 
 
 def _describe_sandbox(sandbox: Any) -> str:
@@ -247,15 +247,19 @@ def _describe_sandbox(sandbox: Any) -> str:
     sandbox.close()
     if sandbox.kind == "docker" or "memory" in parents():
         return runs
-    held = {"bwrap": "held for each process alone", "landlock": "looked at ten times a second"}[sandbox.kind]
-    return f"{runs}; no control group can be written, so memory is {held}"
+    held = {"bwrap": "limited per process", "landlock": "checked ten times a second"}[sandbox.kind]
+    return f"{runs}; control groups are not writable, so memory is {held}"
 
 
 def _disk(where: Any) -> Check:
     folder = next(path for path in (where.root, *where.root.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     found = f"{free / 2**30:.1f} GiB free for {where.root}"
-    return Check("disk", "ok", found) if free > LOW_DISK else Check("disk", "warn", found, "Make room, or move AGENTRL_HOME.")
+    return (
+        Check("disk", "ok", found)
+        if free > LOW_DISK
+        else Check("disk", "warn", found, "Free some disk space, or move AGENTRL_HOME.")
+    )
 
 
 def _gsm8k(where: Any) -> Check:
@@ -265,10 +269,10 @@ def _gsm8k(where: Any) -> Check:
 
     if where.gsm8k_dir is None:
         if hub.has_fetched_dataset(gsm8k.HUB_NAME):
-            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} was fetched from the hub")
+            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} is in the hub's cache")
         if hub.ask_hub("dataset", gsm8k.HUB_NAME) == "known":
-            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} on the hub, which answers")
-        return Check("gsm8k", "warn", "the hub does not answer, and gsm8k was not fetched before", gsm8k.HINT)
+            return Check("gsm8k", "ok", f"{gsm8k.HUB_NAME} can be downloaded from the hub")
+        return Check("gsm8k", "warn", "gsm8k is not cached, and the hub does not answer", gsm8k.HINT)
     try:
         counts = {split: sum(1 for _ in gsm8k.load(split)) for split in gsm8k.SPLITS}
     except AgentRLError as error:
@@ -279,7 +283,7 @@ def _gsm8k(where: Any) -> Check:
 
 def _models(where: Any) -> Check:
     made = sorted(path.parent.name for path in where.models_dir.glob("*/config.json"))
-    return Check("models", "ok", ", ".join(made) if made else "none made yet; `agentrl sft` makes one")
+    return Check("models", "ok", ", ".join(made) if made else "none yet; `agentrl sft` makes one")
 
 
 def _template(model: str) -> Check:
@@ -293,6 +297,6 @@ def _template(model: str) -> Check:
     if "error" in facts:
         return Check("template", "fail", facts["error"], "Pass an instruct model.")
     if facts["reason"]:
-        return Check("template", "warn", facts["reason"], "Nothing with tools can be trained through it: --chat-template FILE")
+        return Check("template", "warn", facts["reason"], "It cannot be trained with tools. Pass --chat-template FILE.")
     pad = f"padding token {facts['pad']!r}" if facts["pad"] else "no padding token (none is needed)"
-    return Check("template", "ok", f"keeps earlier turns as they are, writes calls as {facts['calls']} does; {pad}")
+    return Check("template", "ok", f"keeps earlier turns unchanged, writes calls as {facts['calls']} does; {pad}")

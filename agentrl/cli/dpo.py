@@ -30,25 +30,30 @@ def dpo(
     from_episodes: Annotated[
         list[str], typer.Option(metavar="RUN", help="Run of the stored episodes; repeatable.", show_default=False)
     ],
-    pairs: Annotated[int, typer.Option(min=1, help="Most pairs per group; no episode is in two.")] = 1,
-    beta: Annotated[float, typer.Option(help="Weight of a nat: the smaller, the further from the reference.")] = 0.1,
+    pairs: Annotated[int, typer.Option(min=1, help="Maximum pairs per group; each episode is in at most one.")] = 1,
+    beta: Annotated[
+        float, typer.Option(help="Strength of the pull towards the reference; smaller values move further from it.")
+    ] = 0.1,
     reference: Annotated[
-        str, typer.Option(metavar="start|sampler", help="The starting weights, or those that sampled each episode.")
+        str,
+        typer.Option(
+            metavar="start|sampler", help="start: the starting weights; sampler: the weights that sampled each episode."
+        ),
     ] = "start",
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps [3 passes].", show_default=False)] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pairs per step [16].", show_default=False)] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Highest [the run's].", show_default=False)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate [the run's].", show_default=False)] = None,
     optimizer: Optimizer = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order.")] = 0,
-    name: Annotated[str | None, typer.Option(help="Name of the model made [RUN-dpo].", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the pairs.")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the new model [RUN-dpo].", show_default=False)] = None,
     output_dir: OutputDir = None,
     save_every: SaveEvery = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train a run's model to prefer its better episodes to their siblings (DPO); prints the folder of the model made.
+    """Train a run's model on pairs of better and worse episodes (DPO); prints the folder of the new model.
 
     In each group the best episode is paired with the worst, the second best with the second worst, and so on.
     """
@@ -77,11 +82,11 @@ def _train_on_pairs(
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
-            f"None of the {groups} groups has two episodes with different rewards, so that there are no pairs.",
-            f"Choose another --reward-set, or episodes of more groups; agentrl episodes {stored.name}",
+            f"No preference pairs: rewards are equal within all {groups} groups.",
+            f"Pass another --reward-set, or more groups. List the episodes: agentrl episodes {stored.name}",
         )
     paired = len({better.group for better, _ in pairs})
-    others = "; in the others all rewards are the same" if paired < groups else ""
+    others = "; the other groups have equal rewards" if paired < groups else ""
     say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
 
     with pause_gc():

@@ -24,8 +24,8 @@ START_SECONDS = 60.0
 PAUSE_SECONDS = 0.5
 """The pause between two looks for them."""
 
-_UNDECIDED = "has not said whether it can run this"
-RESTART_HINT = "Type `agentrl down`: what is unfinished goes on in the new stack"
+_UNDECIDED = "has not reported whether it can run this"
+RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 
 
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
@@ -153,11 +153,11 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
         time.sleep(PAUSE_SECONDS)
         workers, missing, told = _ask_named_broker(asked)
     if there and missing:
-        hint = "Start them (`submit --detach` leaves it to workers to come)"
+        hint = "Start them, or pass --detach to submit the run without workers"
         raise ServiceError(_join_lines("Nothing was started.", missing), hint)
     unfit = [line for worker in workers for line in _lack_lines(worker)]
     if fit and unfit:
-        raise WorkerError(_join_lines("Nothing was started.", unfit), "Restart those workers with what they lack")
+        raise WorkerError(_join_lines("Nothing was started.", unfit), "Add what is missing, and restart those workers")
     return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
 
 
@@ -176,7 +176,7 @@ def _ask_named_broker(asked: "Requirements") -> "tuple[list[Fitness], list[str],
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
     missing += presence.missing_endpoint_hints(database()) if AGENTS in asked.roles else []
-    mute = f"{_UNDECIDED}: it is busy, or has another version of agentrl."
+    mute = f"{_UNDECIDED}: it is busy, or runs another version of agentrl."
     told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
     told += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
     return workers, missing, told
@@ -196,10 +196,10 @@ def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:
     mine = list_lacks(asked, asked.roles)
     if mine:
         lines = [*unfit, *(f"This command {said}" for said in mine)]
-        raise WorkerError(_join_lines("Nothing was started, for this command lacks it too.", lines), "Mend that first")
+        raise WorkerError(_join_lines("Nothing was started: this command cannot run it either.", lines), "Fix that first")
     for line in unfit:
         say(line)
-    say("No other run uses the embedded stack: it restarts with this command's environment.")
+    say("Restarting the embedded stack with this command's environment; no other run uses it.")
     _refuse_beside(run, unfit)  # a run may have begun during the check, which imports plug-ins
     embedded.restart(where, separate)
 
@@ -212,7 +212,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     others = control_reads.list_runs_beside(database(), run)
     if others:
         raise WorkerError(
-            _join_lines(f"Nothing was started: {', '.join(others)} at work in the embedded stack.", unfit), RESTART_HINT
+            _join_lines(f"Nothing was started: {', '.join(others)} using the embedded stack.", unfit), RESTART_HINT
         )
 
 
@@ -223,12 +223,12 @@ def _list_unfit(asked: "Requirements") -> Iterator[str]:
 
     other = embedded.changed_variables(settings(), [*asked.variables, *(embedded.PATH_VARIABLES if asked.own else ())])
     if other:
-        yield f"The embedded stack was started with another {' and '.join(other)} than this command's."
+        yield f"The embedded stack differs from this command in: {' and '.join(other)}."
     if broker.is_in_memory(settings()):
         return  # there are no workers to ask
     for worker in _ask_embedded(asked):
         if not worker.found:
-            say(f"{worker.label} {_UNDECIDED}: what it lacks, `agentrl watch` says later.")
+            say(f"{worker.label} {_UNDECIDED}; `agentrl watch` will show what is missing.")
         yield from _lack_lines(worker)
         yield from _difference_lines(worker)
 
@@ -248,7 +248,7 @@ def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
         if not silent:
             return workers
         if time.monotonic() > deadline:
-            say(f"The worker of {', '.join(sorted(silent))} {_UNDECIDED}: what it lacks, `agentrl watch` says later.")
+            say(f"The worker of {', '.join(sorted(silent))} {_UNDECIDED}; `agentrl watch` will show what is missing.")
             return workers
 
 
@@ -259,7 +259,7 @@ def _lack_lines(worker: "Fitness") -> Iterator[str]:
 
 def _difference_lines(worker: "Fitness") -> Iterator[str]:
     if worker.other and not worker.lacks:  # else `_lack_lines` has reported the worker
-        yield f"{worker.label} has another {', '.join(worker.other)} than this command."
+        yield f"{worker.label} differs from this command in: {', '.join(worker.other)}."
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
@@ -278,13 +278,13 @@ def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
     else:
         show(made.name)
     counted = "1 iteration" if made.iterations == 1 else f"{made.iterations} iterations"
-    before = "was submitted before" + ("" if made.status == "running" else f" and is {made.status}")
+    before = "already existed" + ("" if made.status == "running" else f" and is {made.status}")
     say(f"{made.name}: {'submitted' if made.created else before}, {counted}.")
     for line in missing:
         say(line)
     if wait:
         follow_to_end(database(), made.name)
     elif made.status in ("paused", "failed"):
-        say(f"Set it going: agentrl resume {made.name}")
+        say(f"Resume it: agentrl resume {made.name}")
     else:
         say(f"Follow it: agentrl watch {made.name}")

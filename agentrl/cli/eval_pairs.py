@@ -99,15 +99,15 @@ def _pairs_on_one_split(
     if not pairs:
         raise ConfigError(
             f"{first!r} was measured on {_split_name(one)} and {second!r} on {_split_name(other)}.",
-            f"Measure it there too: agentrl eval --policy {second}{_same_tasks_options(one, len(tasks(one['id'])))}",
+            f"Evaluate it there too: agentrl eval --policy {second}{_same_tasks_options(one, len(tasks(one['id'])))}",
         )
     found = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
     if not found:
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
-            f"{first!r} and {second!r} are measured by one evaluation, {row['run']}: there is nothing to compare.",
-            f"The weights are the same; measure them once more: agentrl eval --policy {second}{again}",
+            f"{first!r} and {second!r} have the same evaluation, {row['run']}: there is nothing to compare.",
+            f"The weights are the same. Evaluate them again: agentrl eval --policy {second}{again}",
         )
     return found
 

@@ -51,9 +51,11 @@ SCORE_COLUMNS = (
 
 def evaluate(
     policy: PolicyName,
-    dataset: Annotated[str | None, typer.Option(help="Dataset [the run's, else gsm8k].", show_default=False)] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Dataset to evaluate on [the run's, else gsm8k].", show_default=False)
+    ] = None,
     split: Annotated[
-        str | None, typer.Option(help="Split of the dataset [test; of a file its only one].", show_default=False)
+        str | None, typer.Option(help="Split of the dataset [test; for a file its only split].", show_default=False)
     ] = None,
     map: Annotated[str | None, typer.Option(help="Columns to read [the run's, for its dataset].", show_default=False)] = None,
     filter: Annotated[str | None, typer.Option(help="SQL condition on the columns of rows.", show_default=False)] = None,
@@ -64,7 +66,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME[=WEIGHT]",
-            help="A reward, package.module:function too [the run's]; may be repeated.",
+            help="Reward: a name or package.module:function; repeatable [the run's].",
             show_default=False,
         ),
     ] = None,
@@ -73,15 +75,15 @@ def evaluate(
     agent_unsafe: AgentUnsafe = None,
     agent_sandbox: AgentSandbox = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Sampled tokens per turn [the run's, else 256].", show_default=False)
+        int | None, typer.Option(min=1, help="Maximum tokens sampled per turn [the run's, else 256].", show_default=False)
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Turns per episode [the run's, else 4].", show_default=False)
+        int | None, typer.Option(min=1, help="Maximum turns per episode [the run's, else 4].", show_default=False)
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Sampling temperature [the run's, else 1].", show_default=False)
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time, instead of drawing.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time instead of sampling.")] = False,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
@@ -138,9 +140,9 @@ def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]
     """
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
-        raise ConfigError(f"--greedy takes the likeliest token, and {also[0]} says how to draw one.", "Leave one out.")
+        raise ConfigError(f"--greedy takes the likeliest token, so {also[0]} has no effect.", "Leave one out.")
     if group_size > 1:
-        raise ConfigError(f"--greedy makes the same episode of a task {group_size} times.", "Leave --group-size out.")
+        raise ConfigError(f"--greedy samples the same episode {group_size} times per task.", "Leave --group-size out.")
     return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -163,23 +165,23 @@ def _show_score(run: str, policy: str, result: Any, as_json: bool) -> None:
 def chat(
     policy: PolicyName,
     env: Annotated[
-        str | None, typer.Option(help="Env whose tools and prompt it gets [the run's, else math].", show_default=False)
+        str | None, typer.Option(help="Env that provides the tools and the prompt [the run's, else math].", show_default=False)
     ] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0 and at most 10.")] = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     stop: Stop = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per turn.")] = 256,
     engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
     tool_format: ToolFormatName = None,
     chat_template: TemplateFile = None,
-    seed: Annotated[int, typer.Option(min=0, help="Keys every random draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.")] = 0,
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a policy that may call its tools; everything runs in this process.
 
-    At a terminal, /help lists the commands, ctrl-C stops an answer, ctrl-D ends the chat. In a pipe each line of input is one
+    At a terminal, /help lists the commands, ctrl-C stops an answer, Ctrl-D ends the chat. In a pipe each line of input is one
     message, and an empty line ends the chat.
     """
     from contextlib import closing
@@ -233,7 +235,7 @@ def _check_model(name: str, trusted: bool) -> None:
 
 def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
     offered = f"tools: {', '.join(tools)}" if tools else "no tools"
-    return f"{one_line(policy)}, {offered}. /help lists the commands; ctrl-D ends the chat."
+    return f"{one_line(policy)}, {offered}. /help lists the commands; Ctrl-D ends the chat."
 
 
 def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
@@ -252,13 +254,13 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
     try:
         env = find("envs", config.env or default)
     except ConfigError as error:
-        say(f"The chat goes on without the run's env: {error}")
+        say(f"The chat continues without the run's env: {error}")
         env = Env()
     own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
     try:
         return env, offered_tools(env, own)
     except ConfigError as error:
-        say(f"The chat goes on without tools: {error}")
+        say(f"The chat continues without tools: {error}")
         return env, {}
 
 
@@ -269,6 +271,6 @@ def _is_here(tool: str) -> bool:
     try:
         mcp_tool.is_server(tool) or find("tools", tool)
     except ConfigError as error:
-        say(f"The chat goes on without a tool: {error}")
+        say(f"The chat continues without a tool: {error}")
         return False
     return True

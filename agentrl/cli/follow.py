@@ -36,11 +36,11 @@ ALONE_SECONDS = 10.0
 """Seconds without a control loop after which a run is reported as stranded."""
 ENDED_STATUSES = ("done", "cancelled")
 
-TOO_FEW_NOTE = " (trains with the episodes there are)"
-SKIPPED_NOTE = " (goes on without an update of that iteration: none of its episodes can train)"
+TOO_FEW_NOTE = " (trains on the episodes that exist)"
+SKIPPED_NOTE = " (skips the update of that iteration: none of its episodes can train)"
 """What `resume` does with an open iteration none of whose episodes is left to run, and with one that cannot train."""
 
-RESUME_HINT = "Once what it says is mended"
+RESUME_HINT = "After fixing that"
 """When a failed run can go on: its cause does not go away by itself."""
 
 
@@ -96,16 +96,16 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
     found = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
     if not found["episodes"] or not find_gradient(found["algorithm"]).needs_group:
         return []
-    lines = [f"The last {FLAT_ITERATIONS} iterations taught nothing: in each group all rewards are equal."]
+    lines = [f"The last {FLAT_ITERATIONS} iterations had no training signal: all rewards are equal within each group."]
     for part in found["parts"]:
         least, most = cell(part["least"]), cell(part["most"])
         lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}'}")
     lines.append(
-        f"  of {found['episodes']} episodes {found['called']} made a call, {found['unreadable']} one that could not be read"
+        f"  of {found['episodes']} episodes {found['called']} made a tool call, {found['unreadable']} an unreadable one"
     )
     example = found["example"]
-    lines.append(f"  an answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
-    tries = [_more_variance(found["parts"]), "--group-size and --temperature higher"]
+    lines.append(f"  example answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
+    tries = [_more_variance(found["parts"]), "raise --group-size and --temperature"]
     tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []
     return [*lines, f"  Try: {'; '.join(tries)}"]
 
@@ -113,8 +113,8 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
 def _more_variance(parts: Sequence[Row]) -> str:
     """What may make rewards differ, by what they are now."""
     if all(part["most"] <= 0 for part in parts):
-        return "imitate first (agentrl sft), easier tasks, or another model"
-    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more steps"
+        return "train on demonstrations first (agentrl sft), or try easier tasks or another model"
+    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
 
 
 def _gained(db: Any, row: Row) -> list[str]:
@@ -142,7 +142,7 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
                     return view
                 time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        say(f"Detached; the run goes on. Stop it: agentrl cancel {run}")
+        say(f"Detached; the run continues. Stop it: agentrl cancel {run}")
         raise
 
 
@@ -220,7 +220,7 @@ def progress_line(view: RunView) -> str:
     """One line on the open iterations."""
     now = view.progress
     which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
-    counted = f"{now['finished']} of {now['episodes']} episodes over, {now['sampled_tokens']:,} tokens sampled"
+    counted = f"{now['finished']} of {now['episodes']} episodes ended, {now['sampled_tokens']:,} tokens sampled"
     return f"iteration {which}/{view.run['iterations']}  {counted}"
 
 
@@ -271,7 +271,7 @@ def summary(view: RunView) -> list[Line]:
         now = view.progress
         over = now and now["finished"] == now["episodes"]
         meant = (TOO_FEW_NOTE if now["done"] else SKIPPED_NOTE) if over else ""
-        lines.append((f"  {'Go on' if run['status'] == 'paused' else RESUME_HINT}: agentrl resume {name}{meant}", ""))
+        lines.append((f"  {'Resume it' if run['status'] == 'paused' else RESUME_HINT}: agentrl resume {name}{meant}", ""))
     if not view.has_episodes:
         return lines
     curve = f"    agentrl sql \"SELECT iteration, mean_reward, kl, tokens FROM v_iterations WHERE run = '{name}'\""
@@ -298,7 +298,9 @@ def _failure_lines(view: RunView) -> list[Line]:
         said = f"{most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}"
         lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --status {most['status']}", "")]
     if agents:
-        said = f"{agents['ended']} episodes' agents ended badly, {agents['episodes']} with: {one_line(agents['error'], 300)}"
+        said = (
+            f"{agents['ended']} episodes ended with an agent error, {agents['episodes']} with: {one_line(agents['error'], 300)}"
+        )
         lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
     return lines
 
@@ -335,7 +337,7 @@ def _no_control_loop_hint(run: str) -> str:
     from agentrl.workflow.settings import settings
 
     start = "agentrl worker control" if settings().broker_url else f"agentrl resume {run}"
-    return f"No control loop runs, so nothing may be working on {run}. Start one: {start}"
+    return f"No control loop is running, so {run} may not make progress. Start one: {start}"
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
@@ -352,7 +354,7 @@ def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
     """What a search gained, in words."""
     if gain is None:
         return
-    yield f"held out: {gain.tasks} tasks that no choice has read"
+    yield f"held out: {gain.tasks} tasks that no selection has used"
     interval = {"low": gain.low, "high": gain.high, "interval_by": gain.interval_by}
     difference = f"{cell(gain.difference)}  {format_interval(interval)}  p {cell(gain.p_value)} ({gain.method})"
     yield f"  reward {cell(gain.first)} -> {cell(gain.second)}  difference {difference}"

@@ -14,15 +14,19 @@ from agentrl.workflow.runtime.shown_text import Line, cell, one_line
 
 def fork(
     episode: GivenEpisode,
-    step: Annotated[int, typer.Option(min=0, help="The first step that is sampled anew.", show_default=False)],
-    n: Annotated[int, typer.Option("-n", min=1, max=1024, help="How many forks.")] = 8,
+    step: Annotated[int, typer.Option(min=0, help="First step to sample again.", show_default=False)],
+    n: Annotated[int, typer.Option("-n", min=1, max=1024, help="Number of forks.")] = 8,
     edit_message: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Replace the last message before the step by this text.", show_default=False),
+        typer.Option(metavar="TEXT", help="Replace the last message before the step with this text.", show_default=False),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="V", help="Version of its run, or RUN@V [the one that sampled the step].", show_default=False),
+        typer.Option(
+            metavar="V",
+            help="Policy: a version of the episode's run, or RUN@V [the one that sampled the step].",
+            show_default=False,
+        ),
     ] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", help="Add the episode itself to the group.")] = False,
     name: Annotated[str | None, typer.Option(help="Name of the fork run.", show_default=False)] = None,
@@ -46,7 +50,7 @@ def rescore(
     reward: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME[=WEIGHT]", help="A reward, package.module:function too; may be repeated.", show_default=False
+            metavar="NAME[=WEIGHT]", help="Reward: a name or package.module:function; repeatable.", show_default=False
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the reward set [the first reward's].", show_default=False)] = None,
@@ -59,16 +63,16 @@ def rescore(
     if as_json:
         show_json(made)
         return
-    show(f"{made['run']}: reward set {made['reward_set']}, {made['episodes']} episodes scored, {made['changed']} differ")
+    show(f"{made['run']}: reward set {made['reward_set']}, {made['episodes']} episodes scored, {made['changed']} changed")
     show(f"  mean {cell(made['mean_before'])} -> {cell(made['mean'])}")
     for part in made["parts"]:
         show(f"  {part['part']}: mean {cell(part['mean'])} x {cell(part['weight'])}")
-    how = "Train on it: agentrl submit" if made["trainable"] else "Imitate its best: agentrl sft"
+    how = "Train on it: agentrl submit" if made["trainable"] else "Train on its best episodes: agentrl sft"
     say(f"{how} --from-episodes {made['run']} --reward-set {made['reward_set']}")
 
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
-    """Tell which update trained on an episode, or why none did."""
+    """Show which update trained on an episode, or why none did."""
     from agentrl.workflow.store.reads import ledger
 
     db = stored_reader()
@@ -98,16 +102,16 @@ def _fate_lines(found: Any) -> Iterator[Line]:
     if found["status"] == "done" and found["error"]:
         yield f"  its agent failed: {one_line(found['error'], 1000)}", "red"
     if found["attempt"]:
-        yield f"  begun again {found['attempt']} times: the steps of earlier attempts are superseded, and kept", "yellow"
+        yield f"  restarted {found['attempt']} times: steps of earlier attempts are kept and marked superseded", "yellow"
     if found["parent_id"] is not None:
         yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
     for step in found["untrained"]:
-        yield f"  step {step['step']} does not train: {step['reason']}", "yellow"
+        yield f"  step {step['step']} is not trained on: {step['reason']}", "yellow"
     for begun in found["chains"]:
         yield f"  step {begun['step']} begins chain {begun['chain']}: {one_line(begun['reason'], 1000)}", ""
     for step in found["ambiguous"]:
-        alike = f"{step['equal']} turns say the same, and it is the first of their draws"
-        yield f"  step {step['step']} goes on from step {step['after']}: {alike}", "yellow"
+        alike = f"{step['equal']} turns have the same tokens; it is the first of them"
+        yield f"  step {step['step']} continues step {step['after']}: {alike}", "yellow"
     for other in found["elsewhere"]:
         yield f"  in run {other['run']}: {fate_sentence(found | other)}", ""
     yield "", ""

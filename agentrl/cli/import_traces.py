@@ -13,14 +13,12 @@ from agentrl.workflow.runtime.shown_text import cell
 if TYPE_CHECKING:
     from agentrl.workers.requests.import_request import PreparedImport
 
-imports = typer.Typer(
-    no_args_is_help=True, help="Take episodes that were sampled elsewhere into the store.", rich_markup_mode=None
-)
+imports = typer.Typer(no_args_is_help=True, help="Import episodes that another system recorded.", rich_markup_mode=None)
 
 
 @imports.callback()
 def of_imports() -> None:
-    """Take episodes that were sampled elsewhere into the store."""
+    """Import episodes that another system recorded."""
 
 
 @imports.command("otlp")
@@ -29,7 +27,7 @@ def otlp(
     policy: PolicyName,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="What reads turns from spans, repeatable [all of them].", show_default=False),
+        typer.Option(metavar="NAME", help="Adapter that reads turns from spans; repeatable [all].", show_default=False),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run [import-N].", show_default=False)] = None,
     exact_only: Annotated[
@@ -81,13 +79,13 @@ def _lines(run: str, made: "PreparedImport") -> list[str]:
     found = [f"{run}: {_count(len(episodes), 'episode')} of {_count(tasks, 'task')}, {_count(turns, 'turn')}, {rewards}"]
     found += [f"  left out, {count}: {reason}" for reason, count in made.left_out.items()]
     if made.exact:
-        found.append("  Its tokens and logprobs are the sampler's own. Train on them:")
+        found.append("  Tokens and logprobs are those of the sampler. Train on them:")
         found.append(f"    agentrl submit --from-episodes {run}")
     else:
         few = f"{made.without} of them have" if made.without < len(episodes) else "They have"
         rest = " (--exact-only leaves those out)" if made.without < len(episodes) else ""
         found.append(
-            f"  {few} turns without token ids or logprobs: all are rendered by the model's template{rest}. Imitate them:"
+            f"  {few} turns without token ids or logprobs: all are rendered by the model's template{rest}. Imitate them with:"
         )
         found.append(f"    agentrl sft --from-episodes {run}")
     unscored = sum(not each.rewards for each in episodes)

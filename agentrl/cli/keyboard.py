@@ -63,7 +63,7 @@ def read_message(line: Callable[[str], str]) -> str:
         lines.append(line("... "))
         typed += len(lines[-1]) + 1
         if typed > MAX_MESSAGE_CHARS:
-            raise ConfigError(f"A message may have {MAX_MESSAGE_CHARS} characters.", "Shorten it.")
+            raise ConfigError(f"The message was not sent: it has more than {MAX_MESSAGE_CHARS} characters.", "Shorten it.")
     if block:
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
     return "\n".join(lines).strip("\n")

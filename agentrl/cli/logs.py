@@ -26,12 +26,14 @@ def logs(
         str | None,
         typer.Argument(
             metavar="ROLE",
-            help="supervisor, redis or a worker, such as rollout [all].",
+            help="supervisor, redis, or a worker such as rollout [all].",
             show_default=False,
         ),
     ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="Newest lines of each log.")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Also show new lines as they are written.")] = False,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="Number of lines to show of each log.")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow: show new lines as they are written.")] = False,
 ) -> None:
     """Show the logs of this home's embedded stack; `agentrl worker` writes to its own terminal instead."""
     from agentrl.workflow.settings import settings

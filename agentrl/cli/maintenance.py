@@ -9,19 +9,17 @@ from agentrl.cli.resolve_targets import existing_database, stored_database
 
 
 def gc(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Only of these runs.", show_default=False)
-    ] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Only these runs.", show_default=False)] = None,
     keep_last: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Of finished runs keep only the newest N adapters, even if episodes name others.",
+            help="Keep only the newest N adapters of finished runs, even if episodes refer to others.",
             metavar="N",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and keep it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove the files from the checkpoint folders that no row needs.
@@ -64,7 +62,7 @@ def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> d
 
 
 def vacuum(as_json: Json = False) -> None:
-    """Compact the database; runs may go on meanwhile."""
+    """Compact the database; runs may continue meanwhile."""
     from agentrl.workflow.store import vacuum
 
     done = vacuum.vacuum(stored_database())
@@ -73,7 +71,7 @@ def vacuum(as_json: Json = False) -> None:
     else:
         show(f"{_format_bytes(done.before)} -> {_format_bytes(done.after)}")
     if done.left:
-        say("Another process reads an older state: the log beside the file shrinks at the next vacuum.")
+        say("Another process still reads an older state: the write-ahead log shrinks at the next vacuum.")
 
 
 def _format_bytes(count: int) -> str:

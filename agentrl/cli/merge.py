@@ -15,12 +15,12 @@ def merge(
         str, typer.Argument(metavar="RUN[@VERSION]", help="A run's policy, or its checkpoint.", show_default=False)
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Make the model here; it must not exist yet.", show_default=False)
+        Path, typer.Option(metavar="FOLDER", help="Folder of the new model; it must not exist yet.", show_default=False)
     ],
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that agentrl made there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that agentrl wrote there.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a plain model of a stored policy, LoRA merged into its base; prints its folder."""
+    """Write a stored policy as an ordinary model folder, with LoRA merged into the base; prints the folder."""
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.models.lookup import refuse_existing
     from agentrl.workflow.settings import settings
@@ -32,7 +32,7 @@ def merge(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"The folder {str(target.parent)!r} cannot be made: {error.strerror}.", "Name another --out."
+            f"Cannot create the folder {str(target.parent)!r}: {error.strerror}.", "Pass another --out."
         ) from error
 
     from agentrl.workflow.training.merging import merge as make

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 RewardSet = Annotated[str | None, typer.Option(help="Reward set that ranks stored episodes [default].", show_default=False)]
 StartPolicy = Annotated[
     str | None,
-    typer.Option("--policy", metavar="RUN[@V]", help="With stored episodes: start from this [theirs].", show_default=False),
+    typer.Option(
+        "--policy", metavar="RUN[@V]", help="With stored episodes: the policy to start from [theirs].", show_default=False
+    ),
 ]
 
 
@@ -53,24 +55,29 @@ OptionsFile = Annotated[
         metavar="FILE",
         callback=_read_options_file,
         is_eager=True,
-        help="A YAML file of these options.",
+        help="YAML file with these options.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a model of that name, or another's interrupted training.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a model of that name, or an interrupted training with other options.")
+]
 Optimizer = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="adamw, or adamw_8bit: its moments in 8 bits [adamw].", show_default=False),
+    typer.Option(metavar="NAME", help="adamw, or adamw_8bit with 8-bit moments [adamw].", show_default=False),
 ]
 SaveEvery = Annotated[
     int | None,
     typer.Option(
-        metavar="STEPS", min=1, help="Steps between checkpoints; the same command goes on there [a minute].", show_default=False
+        metavar="STEPS",
+        min=1,
+        help="Steps between checkpoints; the same command resumes from the last [one per minute].",
+        show_default=False,
     ),
 ]
 OutputDir = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Make the model here [among the models in AGENTRL_HOME].", show_default=False),
+    typer.Option(metavar="FOLDER", help="Folder of the new model [one in AGENTRL_HOME].", show_default=False),
 ]
 
 
@@ -91,7 +98,7 @@ class OutputPlace:
     def of(self, made: str) -> Path:
         """The model's folder; without --name and --output-dir its name is `made`."""
         if self.output_dir and self.name:
-            raise ConfigError("--name and --output-dir both say where the model goes.", "Leave one out.")
+            raise ConfigError("--name and --output-dir exclude each other: both set the model's folder.", "Leave one out.")
         target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, made)
         refuse_existing(target, self.force)
         return target
@@ -102,7 +109,7 @@ def _named_folder(asked: str | None, made: str) -> Path:
     from agentrl.workflow.settings import settings
 
     if asked is not None and not re.fullmatch(NAME_PATTERN, asked):
-        raise ConfigError(f"--name {asked!r} is not a valid name.", "Use a-z, 0-9, '.', '_' and '-', at most 64.")
+        raise ConfigError(f"--name {asked!r} is not a valid name.", "Use at most 64 of a-z, 0-9, '.', '_' and '-'.")
     name = asked or made
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ConfigError(f"{name!r} cannot be a model's name.", "Pass --name.")
@@ -189,7 +196,7 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        said = f"The folder {str(target.parent)!r} cannot be made: {error.strerror}."
+        said = f"Cannot create the folder {str(target.parent)!r}: {error.strerror}."
         raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
     where = settings()
     try:
@@ -210,7 +217,7 @@ def model_name(target: Path) -> str:
 def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
     """Prints commands that use the new model."""
     dataset = stored.found.config.dataset.name
-    say(f"Measure it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
+    say(f"Evaluate it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
     say(f"Train it: agentrl submit --dataset {dataset} --model {model_name(target)}")
 
 
@@ -250,7 +257,7 @@ class Progress:
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:
-            say(f"goes on at step {done} of {steps}")
+            say(f"resuming at step {done} of {steps}")
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
         """Shows the progress."""

@@ -12,7 +12,7 @@ from agentrl.workflow.config import DESCRIPTIONS, FIELDS, FLAG_OF, FLAGS, RunCon
 
 MAX_INTEGER = 2**63 - 1
 """The largest number of a row."""
-PANELS = ("What it learns from", "Learning", "The model", "Your own agent", "Sampling", "The run")
+PANELS = ("What it trains on", "Learning", "The model", "Your own agent", "Sampling", "The run")
 """The headings of `submit --help`, in their order."""
 _DEFAULTS = RunConfig().flat()
 
@@ -20,7 +20,7 @@ _DEFAULTS = RunConfig().flat()
 def config_option(key: str) -> Any:
     """Return the option of a key of the config."""
     flag, default = FLAG_OF[key], _DEFAULTS[key]
-    text = DESCRIPTIONS[key] + ("; may be repeated." if get_origin(type_of(key)) is list else "")
+    text = DESCRIPTIONS[key] + ("; repeatable." if get_origin(type_of(key)) is list else "")
     if default not in (None, [], {}) and key != "dataset.name":
         text += f" [{str(default).lower() if isinstance(default, bool) else default}]"
     return typer.Option(*flag.names, metavar=flag.metavar, help=text, show_default=False, rich_help_panel=flag.panel)
@@ -69,23 +69,29 @@ PolicyName = Annotated[
         help="A run's policy (newest version), a checkpoint or a model.",
     ),
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from the K likeliest tokens [the run's].", show_default=False)]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Sample from the K likeliest tokens [the run's].", show_default=False)
+]
 TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the likeliest up to this total [the run's].", show_default=False)
+    float | None,
+    typer.Option(
+        "--top-p", help="Sample from the likeliest tokens up to this total probability [the run's].", show_default=False
+    ),
 ]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Least share of the likeliest's probability [the run's].", show_default=False)
+    float | None,
+    typer.Option("--min-p", help="Minimum probability, as a share of the likeliest token's [the run's].", show_default=False),
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="A text that ends a turn; repeatable [the run's].", show_default=False)
+    list[str] | None, typer.Option("--stop", help="Text that ends a turn; repeatable [the run's].", show_default=False)
 ]
 ToolFormatName = Annotated[
     str | None,
-    typer.Option("--tool-format", help="How calls are written [the run's, else as its template does].", show_default=False),
+    typer.Option("--tool-format", help="Tool call format [the run's, else the template's].", show_default=False),
 ]
 TemplateFile = Annotated[
     str | None,
-    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+    typer.Option("--chat-template", metavar="FILE", help="Jinja file to use as the chat template.", show_default=False),
 ]
 
 

@@ -32,7 +32,7 @@ def _describe_roles(submission: Any) -> dict[str, str]:
     if not roles:
         return {}
     choose, held_out = roles.count("choose"), roles.count("held_out")
-    return {"of these": f"{len(submission.tasks) - len(roles)} teach, {choose} choose, {held_out} are held out"}
+    return {"of these": f"{len(submission.tasks) - len(roles)} for edits, {choose} for selection, {held_out} held out"}
 
 
 def describe_agent(agent: AgentConfig) -> str:
@@ -45,7 +45,7 @@ def describe_agent(agent: AgentConfig) -> str:
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
     """The rewards with their weights; those that an agent gives itself too."""
     named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
-    own = [f"the agent's own x {cell(float(agent.own_rewards))}"] if agent is not None else []
+    own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*named, *own]
 
 
@@ -57,7 +57,7 @@ def _describe_update(made: Any) -> dict[str, Any]:
     config = made.config
     if searches(find("algorithms", config.algorithm.name)):
         return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
-    warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
+    warmup = f"; only the critic trains in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
     found: dict[str, Any] = {"convention": config.algorithm.convention}
     found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
     found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if made.algorithm.critic else {}
@@ -83,7 +83,7 @@ def _describe_time(submission: Any) -> dict[str, str]:
     if found is None:
         return {}
     run, each = found[0], median(found[1])
-    return {"time": f"about {_hours(each * submission.iterations)}: {each:.1f} s an iteration, as in {run}, and evaluations"}
+    return {"time": f"about {_hours(each * submission.iterations)}: {each:.1f} s an iteration, as in {run}, plus evaluations"}
 
 
 def _hours(seconds: float) -> str:
@@ -128,7 +128,7 @@ def show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
         "group_size": submission.group_size,
         **_describe_evaluations(submission, config.eval.every),
         **_describe_roles(submission),
-        "episodes": planned or ("as many as the search takes" if submission.kind == "search" else "stored"),
+        "episodes": planned or ("as many as the search needs" if submission.kind == "search" else "stored"),
         **({"dynamic_sampling": f"up to {planned * more} episodes ({more} x)"} if planned and more > 1 else {}),
         "output_dir": submission.output_dir,
         **_describe_time(submission),

@@ -22,7 +22,7 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         return {"error": f"did not answer within {seconds} s"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["died without a word"])[-1]}
+        return {"error": (done.stderr.strip().splitlines() or ["ended without a message"])[-1]}
     facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return facts
 

@@ -24,9 +24,12 @@ QUESTIONS = """agentrl prompts RUN show VERSION
 def prompts(
     run: NewestRun = None,
     question: Annotated[
-        list[str] | None, typer.Argument(metavar="[show V | diff A B]", help="One text, or two compared.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[show V | diff A B]", help="show VERSION: one text; diff A B: two, compared.", show_default=False
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Which text, where a run has several.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the text, if the run has several.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
     """List the versions of a run's prompts and other texts: how they came about and what they earned.
@@ -41,7 +44,7 @@ def prompts(
     rows = sorted(iterate_rows(list_resources, db, ResourceFilter(picked, name)), key=lambda row: (row.name, row.version))
     if not rows:
         named = f" called {name!r}" if name else ""
-        raise NotFoundError(f"{picked} works with no text{named}.", "Name one in its config: resources: {prompt: ...}")
+        raise NotFoundError(f"{picked} has no prompt{named}.", "Add one to its config: resources: {prompt: ...}")
     match question or []:
         case []:
             _list(db, picked, rows, as_json)
@@ -56,16 +59,18 @@ def prompts(
             for line in _diff_lines(one, other):
                 show(line)
         case words:
-            raise ConfigError(f"{' '.join(words)!r:.100} is no question about a run's texts.", f"Ask one of\n    {QUESTIONS}")
+            raise ConfigError(
+                f"{' '.join(words)!r:.100} is not a subcommand of `agentrl prompts RUN`.", f"Type one of\n    {QUESTIONS}"
+            )
 
 
 def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
     wanted = [row for row in rows if (row.chosen if word == "best" else str(row.version) == word)]
     names = sorted({row.name for row in rows})
     if len(wanted) > 1:
-        raise ConfigError(f"There are several texts: {', '.join(names)}.", f"Name one: --name {names[0]}")
+        raise ConfigError(f"There are several texts: {', '.join(names)}.", f"Pass --name {names[0]}")
     if not wanted:
-        known = "the search has chosen none" if word == "best" else f"they are 0 to {max(row.version for row in rows)}"
+        known = "the search has not chosen one" if word == "best" else f"versions are 0 to {max(row.version for row in rows)}"
         raise NotFoundError(f"There is no version {word!r:.40}: {known}.", f"agentrl prompts {rows[0].run}")
     return wanted[0]
 
@@ -92,10 +97,10 @@ def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
     for line in gain_lines(gain):
         show(line)
     if gain is None and all(row.version == 0 for row in rows) and (asked := count_critic_calls(db, run)):
-        say(f"The critic was asked {asked} times, and no edit of its could be tried. What it answered:")
+        say(f"The critic was called {asked} times, and none of its edits could be used. Its answers:")
         say(f"  agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
     if any(row.chosen and row.version for row in rows):
-        say(f"The text itself: agentrl prompts {run} show best")
+        say(f"Show the text: agentrl prompts {run} show best")
 
 
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:

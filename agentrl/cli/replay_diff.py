@@ -61,7 +61,7 @@ def _token_text(base: str, token: int | None) -> str:
 def _report_lines(found: "Comparison", ids: tuple[int, int]) -> Iterator[Line]:
     left, right = (f"episode {number}:" for number in ids)
     if found.tasks is not None:
-        yield f"They answer different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"
+        yield f"The episodes have different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"
     yield f"tokens   {found.common} of {found.tokens[0]} and {found.tokens[1]} in common", line_style(found.token is None)
     if found.token is not None:
         yield from parting_lines(found.token, left, right)

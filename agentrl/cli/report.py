@@ -29,7 +29,7 @@ def report(
     db, row = stored_database(), run_names.find_run(stored_database(), run)
     trackers = ReportConfig(to=to).to if to else ()
     if samples and not trackers:
-        raise ConfigError("--report-samples goes with --to.", "Add --to wandb.")
+        raise ConfigError("--report-samples requires --to.", "Add --to wandb.")
     for name in trackers:
         find("trackers", name)
     if trackers:
@@ -46,7 +46,7 @@ def report(
     for each in () if as_json else rows:
         show(f"{each.tracker}: {each.iteration} iterations{f'; {each.url}' if each.url else ''}")
     if not rows:
-        say(f"{row['name']} is written to no tracker. Write it: agentrl report {row['name']} --to tensorboard")
+        say(f"{row['name']} has no reports. Write one: agentrl report {row['name']} --to tensorboard")
     if trackers and row["status"] != "running":
         _check_written(row["name"], rows)
 
@@ -58,7 +58,7 @@ def _check_written(run: str, rows: list[Any]) -> None:
         ServiceError: some could not be written.
     """
     if others := [each.tracker for each in rows if not (each.error or each.status)]:
-        say(f"Another process writes {', '.join(others)}. Look again: agentrl report {run}")
+        say(f"Another process writes {', '.join(others)}. Check again later: agentrl report {run}")
     if failed := [each.error for each in rows if each.error]:
         raise ServiceError("\n  ".join(failed))
 
@@ -67,7 +67,7 @@ def _leave_to_control(db: Any, run: str) -> None:
     """Say that the control loop writes the run while it runs."""
     from agentrl.workers.stack.presence import missing_control_hints
 
-    say(f"{run} is running: the control loop writes its steps. See: agentrl report {run}")
+    say(f"{run} is running: the control loop writes its steps. Show them: agentrl report {run}")
     for line in missing_control_hints(db):
         say(line)
 

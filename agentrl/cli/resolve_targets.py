@@ -24,7 +24,7 @@ def _episode_number(word: str) -> int:
         from agentrl.workflow.errors import ConfigError
 
         run = shlex.quote(word) if len(word) <= 100 else "RUN"
-        raise ConfigError(f"{word[:100]!r} is no episode's number.", f"List those of a run: agentrl episodes {run}") from None
+        raise ConfigError(f"{word[:100]!r} is not an episode number.", f"List those of a run: agentrl episodes {run}") from None
 
 
 GivenEpisode = Annotated[
@@ -38,7 +38,7 @@ LastEpisode = Annotated[
 ]
 
 
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code in the model's folder.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code from the model's folder to run.")]
 
 
 def pick_run(db: Any, run: str | None) -> str:
@@ -132,7 +132,7 @@ def first_run_hint() -> str:
 
     made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
     model = "" if made else "agentrl sft --dataset arithmetic --model tiny, then "
-    return f"Make a first one: {model}agentrl submit --dataset arithmetic --model tiny"
+    return f"Submit one: {model}agentrl submit --dataset arithmetic --model tiny"
 
 
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
@@ -168,7 +168,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
     if not _may_be_a_model(policy):
         raise NotFoundError(
-            f"There is no run and no model folder {policy!r}; a model of the hub has a '/' in its name.",
+            f"There is no run or model folder {policy!r}; hub models have a '/' in their name.",
             "List the runs: agentrl runs",
         )
     return build({"model.path": policy}), None
@@ -186,7 +186,7 @@ def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mappi
 
     config, ref = find_policy(words)
     if ref is None:
-        raise ConfigError(f"{words!r} is not a run's policy.", f"Write {option} RUN or {option} RUN@3.")
+        raise ConfigError(f"{words!r} is not a run's policy.", f"Pass {option} RUN or {option} RUN@3.")
     return config, ref, run_names.find_run(stored_reader(), str(config.name))["manifest"]
 
 
@@ -220,7 +220,7 @@ def find_stored_start(policy: str | None) -> tuple[Any, Any]:
 
     db = existing_database()
     if db is None:
-        raise NotFoundError("There is no run yet, and so no stored episode.", first_run_hint())
+        raise NotFoundError("There are no stored episodes yet: no run exists.", first_run_hint())
     return db, find_trained_policy(policy, "--policy")[1] if policy else None
 
 
@@ -261,7 +261,7 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     from agentrl.workflow.store import epoch_ends, run_names
 
     if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
-        raise NotFoundError(f"No run and no model is called {policy!r:.80}.", "List the runs: agentrl runs")
+        raise NotFoundError(f"No run or model is called {policy!r:.80}.", "List the runs: agentrl runs")
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed
     folder, epoch = typed.resolve(), epoch_number(typed.name)
@@ -275,8 +275,8 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     found = "" if db is None else run_names.find_policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
     if not found:
         raise NotFoundError(
-            f"{policy!r} is a checkpoint of no run in this database; only its run's database knows its base model.",
-            "Name RUN@VERSION where its run is, or a model's folder.",
+            f"{policy!r} is a checkpoint of a run that is not in this database, so its base model is unknown.",
+            "Pass RUN@VERSION with the database of its run, or a model folder.",
         )
     return found
 
@@ -300,4 +300,4 @@ def check_model_is_there(policy: str, config: "RunConfig") -> None:
     try:
         existing_model(config.model.path, config.dataset.name)
     except ModelError as error:
-        raise ModelError(f"No run is called {policy!r}, and no model is found: {error.message}", error.hint) from error
+        raise ModelError(f"No run or model is called {policy!r}: {error.message}", error.hint) from error

@@ -19,7 +19,7 @@ from agentrl.workflow.errors import ConfigError, ServiceError, StateError, Worke
 
 
 def _more_option(what: str) -> Any:
-    return typer.Option(min=1, max=MOST, metavar="N", help=f"Make the run this many {what} longer, even if it is done.")
+    return typer.Option(min=1, max=MOST, metavar="N", help=f"Extend the run by this many {what}, even if it is done.")
 
 
 def resume(
@@ -29,7 +29,7 @@ def resume(
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Set a paused, failed or stranded run going again, or make it longer."""
+    """Resume a paused, failed or stranded run, or extend it."""
     from agentrl.cli.ensure_workers import ready_workers, with_resume_hint
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workers.stack import broker
@@ -41,7 +41,7 @@ def resume(
     from agentrl.workflow.store.iterations import staleness_of
 
     if epochs and iterations:
-        raise ConfigError("--epochs and --iterations both say how much longer.", "Leave one out.")
+        raise ConfigError("--epochs and --iterations exclude each other.", "Leave one out.")
     longer = bool(epochs or iterations)
     row = control_reads.load_run_to_serve(stored_database(), run)
     if longer:
@@ -51,7 +51,7 @@ def resume(
     check_base(row["base"], row["base_hash"])
     split = row["config"].get("dataset", {}).get("split", "")
     for name in changed_files(row["manifest"].get("datasets", {}), split):
-        say(f"{name} has changed since {row['name']} was submitted, which goes on with its tasks as they were.")
+        say(f"{name} has changed since {row['name']} was submitted. The run continues with its original tasks.")
         say(f"To train on the new rows, submit another run: agentrl submit --dataset {name}")
     asked = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
@@ -80,17 +80,17 @@ def resume(
 
 
 def pause(run: RunName, as_json: Json = False) -> None:
-    """Pause a run: its workers stop after what they hold."""
+    """Pause a run after the work in progress."""
     from agentrl.workflow.store import planning, run_names
 
     before = run_names.find_run(stored_database(), run)["status"]
     planning.stop(stored_database(), run, "paused", "paused by hand")
     _show_run(run, "paused", before, as_json)
-    say(f"Go on: agentrl resume {run}")
+    say(f"Resume it: agentrl resume {run}")
 
 
 def cancel(run: RunName, as_json: Json = False) -> None:
-    """End a run for good; what it has stays."""
+    """End a run for good, and keep its rows."""
     from agentrl.workflow.store import planning, run_names
 
     before = run_names.find_run(stored_database(), run)["status"]
@@ -137,7 +137,7 @@ def _show_run(run: str, status: str, before: str, as_json: bool, length: int | N
 def _describe_kept(row: Any, now: Any) -> str:
     done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
     which = "open iteration" if not now or now["iteration"] == now["through"] else f"open {iteration_numbers(now)}"
-    over = f"; of the {which} {now['finished']} of {now['episodes']} are over, done or failed" if now else ""
+    over = f"; {now['finished']} of {now['episodes']} episodes of the {which} have ended" if now else ""
     return f"{done}{row['episodes_done']} episodes done{over}"
 
 
@@ -153,5 +153,5 @@ def _describe_redone(status: str, now: Any) -> str:
         return f"nothing; {left} episodes of {iteration_numbers(now)} are still to be sampled"
     return (
         f"{left} episodes of {iteration_numbers(now)} are not over; {now['running']} of them "
-        "go on from their last committed step. Only a turn in mid-sampling and an update without its commit are redone."
+        "continue from their last committed step. Only unfinished turns and uncommitted updates are repeated."
     )

@@ -27,28 +27,28 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_SERVE_KEY.")] = HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
     name: Annotated[str | None, typer.Option(help="Name of its run [serve-N].", show_default=False)] = None,
-    no_record: Annotated[bool, typer.Option("--no-record", help="Keep nothing of what is said.")] = False,
+    no_record: Annotated[bool, typer.Option("--no-record", help="Record nothing.")] = False,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, max=36_500, help="Delete its episodes after so many days [never].", show_default=False),
+        typer.Option(min=0, max=36_500, help="Delete episodes after this many days [never].", show_default=False),
     ] = None,
-    idle_seconds: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="An episode ends when nothing was asked for so long.")
-    ] = 600.0,
+    idle_seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="End an episode after this idle time.")] = 600.0,
     temperature: Annotated[
-        float | None, typer.Option(help="Temperature of calls that name none [the run's, else 1].", show_default=False)
+        float | None, typer.Option(help="Default temperature of calls [the run's, else 1].", show_default=False)
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     stop: Stop = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a turn [the model's window].", show_default=False)
+        int | None, typer.Option(min=1, help="Maximum tokens per turn [the model's window].", show_default=False)
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
     tool_format: ToolFormatName = None,
     chat_template: TemplateFile = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Keys the draws [random].", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**31 - 1, help="Seed of all random draws [random].", show_default=False)
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Serve a policy to any client of the OpenAI API, until Ctrl-C.
@@ -66,19 +66,20 @@ def serve(
     from agentrl.workflow.settings import settings
 
     if no_record and (name is not None or keep_days is not None):
-        raise ConfigError("--no-record keeps nothing: --name and --keep-days do nothing with it.", "Leave them out.")
+        raise ConfigError("--no-record excludes --name and --keep-days: nothing is stored.", "Leave them out.")
     asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     chat = chat_values(tool_format, chat_template) | {"seed": randbelow(2**31) if seed is None else seed}
-    with closing(bind(host, port, "Name another --port, or 0 for any.")) as listening:
+    with closing(bind(host, port, "Pass another --port, or 0 for any.")) as listening:
         key = settings().serve_key
         if not all("!" <= letter <= "~" for letter in key):
             raise ConfigError(
-                "AGENTRL_SERVE_KEY takes printable ASCII without spaces: no header brings another.", "Set another."
+                "AGENTRL_SERVE_KEY must be printable ASCII without spaces: HTTP headers cannot carry other characters.",
+                "Set another.",
             )
         if not key and not is_loopback(listening):
-            said = f"At {host} other machines could call, and no key is set."
-            raise ConfigError(said, "Set AGENTRL_SERVE_KEY to what they must send, or leave --host out.")
+            said = f"Cannot listen at {host} without a key: other machines can reach it."
+            raise ConfigError(said, "Set AGENTRL_SERVE_KEY to the key that clients must send, or leave --host out.")
         origins = _read_origins(settings().serve_origins, key)
         config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
         set_up_logging()
@@ -98,9 +99,9 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
     try:
         origins = read_origins(text)
     except ValueError as error:
-        raise ConfigError(f"AGENTRL_SERVE_ORIGINS: {error}.", "Name origins: https://app.example.org,...") from error
+        raise ConfigError(f"AGENTRL_SERVE_ORIGINS: {error}.", "Pass origins: https://app.example.org,...") from error
     if origins and not key:
-        raise ConfigError("AGENTRL_SERVE_ORIGINS lets pages of other sites call, and no key is set.", "Set AGENTRL_SERVE_KEY.")
+        raise ConfigError("AGENTRL_SERVE_ORIGINS requires a key: pages of other sites can call.", "Set AGENTRL_SERVE_KEY.")
     return origins
 
 

@@ -28,7 +28,7 @@ def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
     """List all tools; --json adds the schemas of their arguments."""
     if ctx.invoked_subcommand is not None:
         if as_json:
-            raise typer.BadParameter("--json goes with the list alone.")
+            raise typer.BadParameter("--json works only with the list.")
         return
     from agentrl.workflow.plugins import find, names
 
@@ -40,9 +40,9 @@ def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
     show_table(("tool", "called", "arguments", "effects", "seconds", "works_here"), map(_table_cells, rows))
     for row in rows:
         if row["lacks"]:
-            brought = f" Not needed in the env {' or '.join(row['works_in'])}, which brings its own." if row["works_in"] else ""
+            brought = f" Not needed in the env {' or '.join(row['works_in'])}, which has its own." if row["works_in"] else ""
             say(f"{row['tool']}: {row['lacks']}{brought}")
-    say("package.module:name and mcp:COMMAND are tools too.")
+    say("Tools can also be package.module:name or mcp:COMMAND.")
 
 
 def _tool_row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
@@ -78,12 +78,12 @@ def serve(
     env: Annotated[str | None, typer.Option(metavar="NAME", help="All tools of an env.", show_default=False)] = None,
     named: Annotated[
         list[str] | None,
-        typer.Option("--tools", metavar="NAME,...", help="These tools; also mcp:COMMAND, once for each.", show_default=False),
+        typer.Option("--tools", metavar="NAME,...", help="Tools to serve; mcp:COMMAND too. Repeatable.", show_default=False),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_TOOLS_TOKEN.")] = HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
     path: Annotated[
-        Path | None, typer.Option("--socket", metavar="PATH", help="Listen at a Unix socket instead.", show_default=False)
+        Path | None, typer.Option("--socket", metavar="PATH", help="Unix socket to listen at instead.", show_default=False)
     ] = None,
 ) -> None:
     """Serve tools over HTTP until SIGTERM, for agents of any kind.
@@ -124,7 +124,9 @@ def _read_token() -> tuple[str, bool]:
 
     given = settings().tools_token
     if given and not TOKEN_CHARACTERS.fullmatch(given):
-        raise ConfigError("AGENTRL_TOOLS_TOKEN cannot be sent in a header.", "Use only letters, digits and -._~+/=.")
+        raise ConfigError(
+            "AGENTRL_TOOLS_TOKEN has characters that an HTTP header cannot carry.", "Use only letters, digits and -._~+/=."
+        )
     return given or token_urlsafe(24), bool(given)
 
 

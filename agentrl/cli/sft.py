@@ -47,7 +47,7 @@ def sft(
         typer.Option(
             "--model",
             "--model-path",
-            help="tiny for a new small model [tiny]; a folder, a hub name, RUN@V.",
+            help="tiny (a new small model), a folder, a hub name or RUN@V [tiny].",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def sft(
         typer.Option("--max-tasks", "--max-samples", min=1, help="Only the first N tasks of the dataset.", show_default=False),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of rows.")] = "train",
-    map: Annotated[str | None, typer.Option(help="Columns of rows to read: question=A,answer=B.C", show_default=False)] = None,
+    map: Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)] = None,
     filter: Annotated[str | None, typer.Option(help="SQL condition on the columns of rows.", show_default=False)] = None,
     lora_r: Annotated[
         int | None,
@@ -75,28 +75,28 @@ def sft(
         typer.Option(metavar="NAMES", help="Linear layers that LoRA trains, by name [all of the decoder].", show_default=False),
     ] = None,
     lora: Annotated[
-        Literal["continue", "new"], typer.Option(help="LoRA of RUN@V: continue it, or merge it and begin a new one.")
+        Literal["continue", "new"], typer.Option(help="LoRA of RUN@V: continue it, or merge it and start a new one.")
     ] = "continue",
     load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="Train LoRA on a 4-bit base; the model made is in full precision.")
+        bool, typer.Option("--load-in-4bit", help="Train LoRA on a 4-bit base; the new model has full precision.")
     ] = False,
     trust_remote_code: Trust = False,
     tool_format: Annotated[
         str | None,
-        typer.Option(help="How calls are written [as the model's chat template writes them].", show_default=False),
+        typer.Option(help="Tool call format [that of the model's chat template].", show_default=False),
     ] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A Jinja file in place of the model's template.", show_default=False),
+        typer.Option(metavar="FILE", help="Jinja file to use as the chat template.", show_default=False),
     ] = None,
     from_episodes: Annotated[
         list[str] | None,
-        typer.Option(metavar="RUN", help="Learn from a run's stored episodes instead; repeatable.", show_default=False),
+        typer.Option(metavar="RUN", help="Train on a run's stored episodes instead; repeatable.", show_default=False),
     ] = None,
     min_reward: Annotated[
         float | None, typer.Option(help="Only episodes with this reward or more.", show_default=False)
     ] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Of these only the N best per task.", show_default=False)] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Only the N best of these per task.", show_default=False)] = None,
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
     steps: Annotated[
@@ -107,18 +107,20 @@ def sft(
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="Peak [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False),
+        typer.Option(
+            help="Peak learning rate [tiny 3e-3, else 2e-4 LoRA, 2e-5 full; episodes: the run's].", show_default=False
+        ),
     ] = None,
     optimizer: Optimizer = None,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Least number of pieces for a step's examples: less memory, the same gradient.")
+        int, typer.Option(min=1, help="Minimum number of microbatches per step: less memory, the same gradient.")
     ] = 1,
     held_out: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the demonstrations held out to measure the loss.")
+        float, typer.Option(metavar="SHARE", help="Share of the demonstrations to hold out for measuring the loss.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of new weights, the teacher and the order.")] = 0,
     name: Annotated[
-        str | None, typer.Option(help="Name of the model made [MODEL-DATASET, RUN-sft].", show_default=False)
+        str | None, typer.Option(help="Name of the new model [MODEL-DATASET, RUN-sft].", show_default=False)
     ] = None,
     output_dir: OutputDir = None,
     save_every: SaveEvery = None,
@@ -134,7 +136,7 @@ def sft(
     if min_reward is not None and not isfinite(min_reward):
         raise ConfigError(f"--min-reward must be a finite number, not {min_reward:g}.", "Leave it out to take every episode.")
     if epochs is not None and steps is not None:
-        raise ConfigError("--epochs and --steps both say how long.", "Leave one out.")
+        raise ConfigError("--epochs and --steps exclude each other.", "Leave one out.")
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = OutputPlace(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
@@ -145,14 +147,12 @@ def sft(
     of_dataset = {"--dataset": dataset, "--model": model, "--max-tasks": max_tasks, "--held-out": held_out or None}
     of_dataset |= {"--map": map, "--filter": filter, "--split": None if split == "train" else split}
     if not from_episodes:
-        refuse_options(chosen, "of use with stored episodes only.", "Add --from-episodes RUN.")
+        refuse_options(chosen, "for stored episodes only.", "Add --from-episodes RUN.")
         asked["held_out"] = _held_out_share(held_out)
         _train_on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
     of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
-    refuse_options(
-        of_dataset | how.of_model | how.of_words, "of no use with stored episodes, which have theirs.", "Leave it out."
-    )
+    refuse_options(of_dataset | how.of_model | how.of_words, "not for stored episodes, which have their own.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _train_on_episodes(stored, min_reward, best, how, place, as_json)
 
@@ -198,7 +198,7 @@ def _as_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _held_out_share(held_out: float) -> float:
     if not 0 <= held_out < 1:
-        raise ConfigError(f"--held-out must be at least 0 and below 1, not {held_out:g}.", "0.05 holds one in twenty out.")
+        raise ConfigError(f"--held-out must be at least 0 and below 1, not {held_out:g}.", "For example 0.05: one in twenty.")
     return held_out
 
 
@@ -216,7 +216,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     rows = build({**asked, "dataset.name": dataset}).dataset
     if not is_rows(dataset):
         own = {f"--{name}": how.rows[name] for name in ("map", "filter")}
-        refuse_options(own, "for the rows of files, folders and the hub.", "Leave it out.")
+        refuse_options(own, "for datasets from files, folders and the hub only.", "Leave it out.")
     found = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
@@ -236,7 +236,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     show_made(made, f"{made.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
     if isinstance(found, list) and not _has_references(rows):
-        say(f"Talk to it: agentrl chat --model {model_name(target)}")
+        say(f"Chat with it: agentrl chat --model {model_name(target)}")
         say(f"Train it on a dataset with answers: agentrl submit --dataset NAME --model {model_name(target)}")
     else:
         say(f"Train it: agentrl submit --dataset {dataset} --model {'tiny' if usual else model_name(target)}")
@@ -260,13 +260,13 @@ def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig,
     """
     if not is_stored_policy(model):
         if how.lora == "new":
-            raise ConfigError("--lora new goes with a run's policy.", "Write --model RUN@3, or leave --lora out.")
+            raise ConfigError("--lora new requires a run's policy.", "Write --model RUN@3, or leave --lora out.")
         if model == "tiny":
-            refuse_options(how.of_model, "a new model is made whole.", "Leave it out.")
+            refuse_options(how.of_model, "a new model trains all weights.", "Leave it out.")
         return how.model(model, how.trust_remote_code), None, {}
     if how.lora == "continue":
         given = how.of_model | how.of_words
-        refuse_options(given, "of no use with a run's policy, which has its own.", "Leave it out, or pass --lora new.")
+        refuse_options(given, "not for a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     made, policy, manifest = find_trained_policy(model, "--model")
     if how.lora == "continue":
         return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
@@ -281,7 +281,7 @@ def _build_recipe(model: str, how: _LearningOptions, config: "ModelConfig") -> "
     full = model == "tiny" or lora_rank(config, model_folder(model, config.trust_remote_code)) == 0
     if full:
         others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
-        refuse_options(others, "of no use if all weights train.", "Pass --lora-r 8, too.")
+        refuse_options(others, "without effect if all weights train.", "Pass --lora-r 8, too.")
     return replace(default_recipe(model, full), **how.asked)
 
 

@@ -14,11 +14,11 @@ def sql(
     query: Annotated[
         str | None,
         typer.Argument(
-            metavar="SELECT", help="One SELECT over the tables and views; with --schema a view.", show_default=False
+            metavar="SELECT", help="One SELECT over the tables and views; with --schema: a view.", show_default=False
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Explain the views, or one: agentrl sql --schema v_episodes.")
+        bool, typer.Option("--schema", help="Describe the views, or one: agentrl sql --schema v_episodes.")
     ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
@@ -50,7 +50,7 @@ def sql(
     else:
         show_table(columns, rows)
     if len(rows) == MAX_ROWS:
-        say(f"Stopped at {MAX_ROWS} rows; there may be more.")
+        say(f"Only the first {MAX_ROWS} rows are shown; there may be more.")
 
 
 def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:

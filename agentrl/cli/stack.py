@@ -9,14 +9,14 @@ import typer
 from agentrl.cli.console import Json, say, show, show_json, show_table
 from agentrl.cli.options import Assignments, ConfigFile
 
-db = typer.Typer(help="The database's revision.", no_args_is_help=True, rich_markup_mode=None)
+db = typer.Typer(help="The revision of the database.", no_args_is_help=True, rich_markup_mode=None)
 config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def up(
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay in this process until Ctrl-C.")] = False,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Run in the foreground until Ctrl-C.")] = False,
     separate: Annotated[
-        bool, typer.Option("--separate", help="Separate processes for rollout and train, as --max-staleness needs.")
+        bool, typer.Option("--separate", help="Separate processes for rollout and train (--max-staleness needs them).")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -53,27 +53,25 @@ def down() -> None:
     from agentrl.workflow.store import control_reads
 
     if not embedded.stop(settings()):
-        show("No stack runs.")
+        show("The stack is not running.")
         return
     show("The stack is stopped.")
     db = existing_database()
     if db is not None and (waiting := control_reads.count_running_runs(db)):
-        say(f"{'A run stands' if waiting == 1 else f'{waiting} runs stand'} still until `agentrl up`.")
+        say(f"{'A run stands' if waiting == 1 else f'{waiting} runs wait'} for `agentrl up`.")
 
 
 def worker(
     role: Annotated[
-        str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, agents, endpoint, or rollout,train.")
+        str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, agents, endpoint or rollout,train.")
     ],
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Threads [rollout 16, tools 64, train 1, agents 16].", show_default=False),
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="endpoint: the address to listen at [127.0.0.1].", show_default=False)
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="endpoint: address to listen at [127.0.0.1].", show_default=False)] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="endpoint: the port [AGENTRL_ENDPOINT_PORT].", show_default=False)
+        int | None, typer.Option(min=0, max=65535, help="endpoint: port [AGENTRL_ENDPOINT_PORT].", show_default=False)
     ] = None,
 ) -> None:
     """Run one worker in this process until SIGTERM.
@@ -88,11 +86,13 @@ def worker(
     roles = [word.strip() for word in role.split(",") if word.strip()]
     if roles == ["endpoint"]:
         if concurrency is not None:
-            raise ConfigError("--concurrency is for workers of queues.", "How many calls may be open: AGENTRL_ENDPOINT_CALLS.")
+            raise ConfigError(
+                "--concurrency does not apply to this role.", "To limit the endpoint's open calls, set AGENTRL_ENDPOINT_CALLS."
+            )
         worker.run(roles, host=host or "127.0.0.1", port=port)
         return
     if host is not None or port is not None:
-        raise ConfigError("--host and --port are for `agentrl worker endpoint`.", "Leave them out.")
+        raise ConfigError("--host and --port apply only to `agentrl worker endpoint`.", "Leave them out.")
     # A broker in the settings may come up later; the embedded one comes with a stack, or not at all.
     known = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
     if known and not settings().broker_url:
@@ -115,7 +115,7 @@ def upgrade() -> None:
         migrate.upgrade(database)
         show(f"{before or 'empty'} -> {migrate.current(database)}")
         if weak := migrate.weak_passwords(database, settings()):
-            say(f"Passwords that are easy to guess: {', '.join(weak)}. Use 12 characters or more, and not the word `agentrl`.")
+            say(f"Weak passwords: {', '.join(weak)}. Use 12 characters or more, and not the word `agentrl`.")
 
 
 @db.command("current")
@@ -147,7 +147,7 @@ def show_config(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="Show the config stored with this run.", show_default=False)
     ] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the config that a run would have (or has), as YAML.
@@ -185,7 +185,7 @@ def _config_values(
         settled = {key for key, value in values.items() if value != before[key]}
         return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
     if file or assignments:
-        raise ConfigError("--run shows a stored config, which --config and -s cannot change.", "Choose one.")
+        raise ConfigError("--run excludes --config and -s: it shows a stored config.", "Choose one.")
     from agentrl.cli.resolve_targets import stored_database
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names

@@ -21,7 +21,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError
 from agentrl.workflow.resolve import parse_weights
 
 STORED = "Stored episodes"
-EXAMPLES = """Name a dataset, a file or stored episodes:
+EXAMPLES = """Pass a dataset, a config file or stored episodes:
     agentrl submit --dataset gsm8k --epochs 3
     agentrl submit --config configs/gsm8k_grpo.yaml
     agentrl submit --from-episodes RUN"""
@@ -35,7 +35,7 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="RUN|GROUP",
-            help="Train on stored groups: a fork run's, or by number.",
+            help="Train on stored groups: those of a fork run, or group numbers.",
             show_default=False,
             rich_help_panel=STORED,
         ),
@@ -46,13 +46,13 @@ def submit(
     ] = None,
     reward_set: Annotated[
         str | None,
-        typer.Option(help="Reward set that trains [default].", show_default=False, rich_help_panel=STORED),
+        typer.Option(help="Reward set to train on [default].", show_default=False, rich_help_panel=STORED),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="RUN[@V]",
-            help="Start from this policy [theirs].",
+            help="Policy to start from [theirs].",
             show_default=False,
             rich_help_panel=STORED,
         ),
@@ -61,7 +61,7 @@ def submit(
     assignments: Assignments = None,
     wait: Annotated[
         bool | None,
-        typer.Option("--wait/--detach", help="Follow the run to its end / submit it even without workers.", show_default=False),
+        typer.Option("--wait/--detach", help="Follow the run to its end / submit it without workers.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, write nothing.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: load the model and sample one token.")] = False,
@@ -77,11 +77,11 @@ def submit(
     flags |= _source_values(from_groups or [], from_episodes or [], reward_set)
     asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
     if not asked.source.given and config is None and origins["dataset.name"] == "default":
-        raise ConfigError("Nothing to train on was named.", EXAMPLES)
+        raise ConfigError("Nothing to train on: no dataset, config or episodes.", EXAMPLES)
     if probe and not dry_run:
-        raise ConfigError("--probe goes with --dry-run.", "Add --dry-run.")
+        raise ConfigError("--probe requires --dry-run.", "Add --dry-run.")
     if not asked.source.given and (policy or asked.source.reward_set != "default"):
-        raise ConfigError("--policy and --reward-set go with stored episodes only.", "Add --from-episodes RUN.")
+        raise ConfigError("--policy and --reward-set require stored episodes.", "Add --from-episodes RUN.")
     prepared = (
         _prepare_from_stored(asked, origins, policy) if asked.source.given else _prepare_from_model(asked, origins, dry_run)
     )

@@ -18,7 +18,7 @@ def tag(
     ] = None,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", "-r", metavar="WORD", help="A tag to take away; may be repeated.", show_default=False),
+        typer.Option("--remove", "-r", metavar="WORD", help="Tag to remove; repeatable.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,11 +42,11 @@ def tag(
 
 def note(
     run: RunName,
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to write down.", show_default=False)] = None,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Text of the note.", show_default=False)] = None,
     remove: Annotated[
         int | None,
         typer.Option(
-            "--remove", "-r", metavar="NUMBER", min=1, max=MAX_INTEGER, help="A note to take away.", show_default=False
+            "--remove", "-r", metavar="NUMBER", min=1, max=MAX_INTEGER, help="Number of a note to remove.", show_default=False
         ),
     ] = None,
     as_json: Json = False,
@@ -55,7 +55,7 @@ def note(
     from agentrl.workflow.store.reads import label_rows
 
     if text is not None and remove is not None:
-        raise ConfigError("A note is either written or taken away.", "Leave one out.")
+        raise ConfigError("Pass a text to write or --remove NUMBER, not both.", "Leave one out.")
     if text is not None or remove is not None:
         from agentrl.workflow.store import tags_and_notes
 
@@ -70,4 +70,4 @@ def note(
     for each in notes:
         show(f"{each['id']}  {cell(each['created_at'])}  " + each["text"].replace("\n", "\n    "))
     if not notes:
-        say(f'There is no note on {run}. Write one: agentrl note {run} "why it is"')
+        say(f'{run} has no notes. Write one: agentrl note {run} "TEXT"')

@@ -21,28 +21,26 @@ LIMIT_MB = 20.0
 
 
 def ui(
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; one beyond this machine wants the printed token.")
-    ] = PAGE_HOST,
+    host: Annotated[str, typer.Option(help="Address to listen at; other machines need the printed token.")] = PAGE_HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PAGE_PORT,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
     database_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Another store [AGENTRL_DATABASE_URL].", show_default=False)
     ] = None,
-    actions: Annotated[bool, typer.Option("--actions", help="Buttons that verify, fork, rescore, tag, ...")] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="Show a small run that comes with the package.")] = False,
+    actions: Annotated[bool, typer.Option("--actions", help="Add buttons that verify, fork, rescore, tag, ...")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Show the demo run of the package.")] = False,
     export: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Write this run into one file instead.", show_default=False)
+        str | None, typer.Option(metavar="RUN", help="Export this run as one file instead.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The file of --export [RUN.html].", show_default=False)
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File for --export [RUN.html].", show_default=False)
     ] = None,
     episode: Annotated[
         list[int] | None,
-        typer.Option(metavar="EPISODE", help="An episode that --export must take; may be repeated.", show_default=False),
+        typer.Option(metavar="EPISODE", help="Episode that --export must include; repeatable.", show_default=False),
     ] = None,
-    limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="The most megabytes of that file.")] = LIMIT_MB,
-    force: Annotated[bool, typer.Option("--force", help="Write over the file.")] = False,
+    limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="Maximum size of that file, MB.")] = LIMIT_MB,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Show the rows in a browser: runs, curves, groups, transcripts, tokens. Reads only; live while runs run.
 
@@ -52,7 +50,7 @@ def ui(
 
     if export is None and (out is not None or episode or force):
         raise ConfigError(
-            "--out, --episode and --force go with --export.", "For example: agentrl ui --export RUN --out run.html"
+            "--out, --episode and --force require --export.", "For example: agentrl ui --export RUN --out run.html"
         )
     if demo and database_url is not None:
         raise ConfigError("--demo and --database-url exclude each other.", "Choose one.")
@@ -67,9 +65,11 @@ def ui(
     with closing(_listen(host, port)) as listening:
         opened = page_server.prepare_door(listening, token_urlsafe(24), actions)
         show(f"agentrl ui at {opened.link}")
-        say(f"{'Reads and acts' if actions else 'Read-only'}: {describe_place(store)['place']}. Ctrl-C ends it.")
+        say(f"{'With actions' if actions else 'Read-only'}: {describe_place(store)['place']}. Ctrl-C ends it.")
         if opened.rules.token:
-            say("Other machines can reach it, over plain HTTP; whoever has the link can read everything.")
+            say(
+                "Warning: other machines can reach the page over plain HTTP, and everyone who has the link can read everything."
+            )
         if not no_browser:
             _open_browser(opened.first_link)
         page_server.serve_page(store, listening, opened.rules)
@@ -104,9 +104,7 @@ def _listen(host: str, port: int) -> "socket.socket":
     except ServiceError as error:
         with closing(bind(host, 0)) as other:
             free = other.getsockname()[1]
-        raise ServiceError(
-            f"The page cannot listen at {host}:{port}: {_reason(error)}.", f"Type: agentrl ui --port {free}"
-        ) from error
+        raise ServiceError(f"Cannot listen at {host}:{port}: {_reason(error)}.", f"Type: agentrl ui --port {free}") from error
 
 
 def _reason(error: ServiceError) -> str:

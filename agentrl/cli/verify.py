@@ -44,16 +44,14 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
     if EXACT in origin.manifest:
-        raise StateError(
-            f"Episode {episode} was imported: it was sampled elsewhere, and cannot be repeated.", f"agentrl replay {episode}"
-        )
+        raise StateError(f"Episode {episode} cannot be verified: it was imported.", f"agentrl replay {episode}")
     check_format(origin.run, origin.format, "verify")
     asked: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
         if what == TOOLS:
             raise StateError(
-                f"Episode {episode} is an agent's, which ran its own tools.",
-                "Verify the rest: --verify tokens, --verify rewards.",
+                f"Cannot verify the tools of episode {episode}: its agent ran them itself.",
+                "Tokens and rewards can be verified: --verify tokens, --verify rewards.",
             )
         asked = tuple(name for name in asked if name != TOOLS)
     made = Experiment.load(origin.config).reading(origin.resources)
@@ -72,7 +70,8 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         _say_remark(tokens)
     if what == TOKENS and same and tokens and tokens.unverified and not tokens.steps:
         raise CheckpointError(
-            f"No token of episode {episode} was verified.", "Verify what is left: --verify tools, --verify rewards."
+            f"No token of episode {episode} could be verified.",
+            "Tools and rewards can still be verified: --verify tools, --verify rewards.",
         )
     return 0 if same else 1
 
@@ -81,9 +80,7 @@ def _say_remark(report: "TokensReport") -> None:
     for sentence in report.unverified:
         say(f"NOT VERIFIED: {sentence}")
     if report.precision == "float32" and (report.logprob or report.draw):
-        say(
-            "This was computed in float32. A LoRA policy with dtype: auto samples in half precision on a GPU: verify it on one."
-        )
+        say("This ran in float32, but a LoRA policy with dtype: auto samples in half precision on a GPU. Verify it there.")
 
 
 def _report_document(found: Any) -> Any:
@@ -107,7 +104,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
 
     def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         if tool not in tools:
-            return ToolResult(f"the env {name!r} has no tool {tool!r} now", "unknown_tool")
+            return ToolResult(f"the env {name!r} no longer has a tool {tool!r}", "unknown_tool")
         if keeps_session(tools[tool]):
             result = notebook.run(tools[tool], arguments)
         else:
@@ -221,7 +218,7 @@ def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
         yield f"    recorded: {_result_text(first.recorded)}", ""
         yield f"    now:      {_result_text(first.found)}", ""
     yield (
-        f"messages {report.prompts} prompts made again of the results, {report.misread} differ",
+        f"messages {report.prompts} prompts rebuilt from the results, {report.misread} differ",
         line_style(not report.misread),
     )
     if (reading := report.reading) is not None:
@@ -254,7 +251,7 @@ def _token_lines(report: "TokensReport") -> Iterator[Line]:
         yield f"    now:      {off.found:.7g}", ""
     yield from _draw_lines(report)
     if (end := report.ending) is not None:
-        found = "nothing ends it" if end.found is None else f"token {end.found - 1} ends it"
+        found = "no token ends it" if end.found is None else f"token {end.found - 1} ends it"
         yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {found}", "red"
 
 
@@ -262,11 +259,11 @@ def _score_lines(report: "TokensReport") -> Iterator[Line]:
     tokens = sum(step.tokens for step in report.steps)
     greatest = max((step.max_difference for step in report.steps), default=0.0)
     said = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
-    yield f"logprobs {tokens} scored again in {report.precision}, {said}", line_style(report.logprob is None)
+    yield f"logprobs {tokens} recomputed in {report.precision}, {said}", line_style(report.logprob is None)
     if (noise := report.noise) is not None:
         said = f"rms {noise.rms:.2g} (at most {noise.max_rms:.2g}), mean {noise.mean:+.2g} (at most {noise.max_mean:.2g})"
         yield (
-            f"noise    {noise.noise:.2g} nats measured on the logits; differences in its units: {said}",
+            f"noise    {noise.noise:.2g} nats of noise measured on the logits; differences in units of it: {said}",
             line_style(noise.same),
         )
     for step in report.steps:
@@ -289,11 +286,11 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
         yield f"rewards  none: the episode is {status}", ""
     for report in reports:
         if report.error:
-            yield f"rewards  {report.reward_set}: cannot be computed again: {report.error}", "red"
+            yield f"rewards  {report.reward_set}: cannot be recomputed: {report.error}", "red"
             continue
         hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
-        code = "" if report.same_code else "; the rewards' code is another now"
-        said = f"{report.parts} parts computed again, {len(report.differences) or 'none'} differ{hooks}{code}"
+        code = "" if report.same_code else "; the code of the rewards has changed"
+        said = f"{report.parts} parts recomputed, {len(report.differences) or 'none'} differ{hooks}{code}"
         yield f"rewards  {report.reward_set}: {said}", line_style(report.same)
         for item in report.differences:
             at = "" if item.step is None else f" of step {item.step}"

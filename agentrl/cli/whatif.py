@@ -27,25 +27,27 @@ COLUMNS = (
 )
 MEANINGS = (
     "spread: standard deviation of the episodes' advantages; zero: share of them that is 0; corr: their correlation with the "
-    "run's own; grad: norm before clipping; cosine: of the gradient with the run's own; kl: to the policy before the step."
+    "run's own; grad: norm before clipping; cosine: of the gradient with the run's own; kl: from the policy before the step."
 )
 
 
 def whatif(
     run: RunName,
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Algorithms to compare with the run's own.", show_default=False)
+        str, typer.Option(metavar="NAME,...", help="Algorithms to compare with the run's.", show_default=False)
     ],
     iteration: Annotated[
-        int | None, typer.Option(min=1, max=MAX_INTEGER, help="The update's iteration [last trained].", show_default=False)
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Iteration of the update [the last trained].", show_default=False)
     ] = None,
     convention: Annotated[
         Literal["verl", "trl"] | None,
-        typer.Option(help="Convention where the two differ [the run's].", show_default=False),
+        typer.Option(help="Convention to use where the two differ [the run's].", show_default=False),
     ] = None,
     assignments: Annotated[
         list[str] | None,
-        typer.Option("-s", metavar="KEY=VALUE", help="algorithm.KEY, for the algorithms that take it.", show_default=False),
+        typer.Option(
+            "-s", metavar="KEY=VALUE", help="algorithm.KEY=VALUE, for the algorithms that have it.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -64,7 +66,7 @@ def whatif(
     else:
         show_lines(_table_lines(asked, found))
     if not _is_as_recorded(asked, found[0]):
-        say("The run's own advantages are not the recorded ones: rewards, code or numerics are others now.")
+        say("The recomputed advantages differ from the recorded ones: rewards, code or numerics have changed.")
 
 
 def _run_whatif(asked: "WhatIfRequest") -> "list[Finding]":
@@ -175,14 +177,14 @@ def _whatif_sentences(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Ite
     )
     ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"
     optimizer = _describe_optimizer(past, found)
-    yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({optimizer}) on all episodes, which was put back."
+    yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({optimizer}) on all episodes, which was undone."
     if past.run["config"]["update"].get("trainer", "agentrl") != "agentrl":
         yield f"The run's updates are {past.run['config']['update']['trainer']}'s; here our trainer computes all of them."
     for key, takers in asked.options.items():
         yield f"{key} is taken by {', '.join(takers)}."
     for each in found:
         if "critic" in each.blank:
-            yield f"{_algorithm_name(each, plain=True)}'s critic knows nothing yet: its values are 0."
+            yield f"{_algorithm_name(each, plain=True)}'s critic is untrained: its values are 0."
     critical = list(dict.fromkeys(_algorithm_name(each, plain=True) for each in found if "value_loss" in each.start))
     if critical:
         yield f"Loss and grad of {', '.join(critical)} include the critic's; the cosine is of the policy's gradient alone."
@@ -194,7 +196,7 @@ def _whatif_sentences(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Ite
         )
     for each in found:
         if each.skipped:
-            yield f"{_algorithm_name(each, plain=True)} takes no step: {each.skipped}."
+            yield f"{_algorithm_name(each, plain=True)} makes no update: {each.skipped}."
 
 
 def _describe_optimizer(past: "UpdateInputs", found: "Sequence[Finding]") -> str:

@@ -122,7 +122,7 @@ class Section(BaseModel):
 class DatasetConfig(Section):
     """The tasks."""
 
-    PANEL: ClassVar = "What it learns from"
+    PANEL: ClassVar = "What it trains on"
 
     name: str = option("gsm8k", "--dataset", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
     split: str = option("train", "--split", description="train, test or another of its own")
@@ -592,15 +592,15 @@ class RunConfig(Section):
         None, "--iterations", panel="Learning", ge=1, le=MOST, description="Its length, instead of epochs"
     )
     env: str | None = option(
-        None, "--env", panel="What it learns from", description="A file of workflow/envs [the dataset's own]"
+        None, "--env", panel="What it trains on", description="A file of workflow/envs [the dataset's own]"
     )
-    tools: Texts = option((), "--tools", panel="What it learns from", description="More tools: a name, mcp:COMMAND")
+    tools: Texts = option((), "--tools", panel="What it trains on", description="More tools: a name, mcp:COMMAND")
     rewards: Weights = option(
         {},
         "--reward",
         metavar="NAME[=WEIGHT]",
         type=list[str],
-        panel="What it learns from",
+        panel="What it trains on",
         description="The objective; the env's others have weight 0 [the env's]",
     )
     resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(

@@ -93,7 +93,7 @@ def test_exact_traces_become_episodes_that_a_run_trains_on(
     do_jobs()
     assert value(db, "SELECT status FROM v_runs WHERE run = 'learns'") == "done"
     assert values(db, "SELECT DISTINCT fate FROM v_ledger WHERE run = 'learns'") == ["trained"]
-    assert "sampled elsewhere, and cannot be repeated" in told(capsys, "replay", 1, "--verify", "all", code=6)
+    assert "cannot be verified: it was imported" in told(capsys, "replay", 1, "--verify", "all", code=6)
 
 
 def test_traces_without_tokens_are_imitated_and_scored_and_not_trained_on(

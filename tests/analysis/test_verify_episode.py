@@ -140,9 +140,9 @@ def test_verify_passes_later_if_prompts_show_the_time(stack: Stack, capsys: pyte
 def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     said = Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).out
     for part in (
-        "tools    1 calls run again, 0 differ", "messages 2 prompts made again of the results, 0 differ",
-        "prompts  2 rendered again, none differs", "scored again in exact",
-        "policy v1", " 0 ties (within 1e-09), 0 mismatches", "rewards  default: 1 parts computed again, none differ",
+        "tools    1 calls run again, 0 differ", "messages 2 prompts rebuilt from the results, 0 differ",
+        "prompts  2 rendered again, none differs", "recomputed in exact",
+        "policy v1", " 0 ties (within 1e-09), 0 mismatches", "rewards  default: 1 parts recomputed, none differ",
         "from the record: luck (hooks)", "the same",
     ):  # fmt: skip
         assert part in said
@@ -274,7 +274,7 @@ def test_a_changed_result_of_a_call_that_is_not_run_again_is_found_by_what_the_m
     assert (found["ran"], found["misread"], found["reading"]["step"], found["reading"]["index"]) == (0, 1, 1, 0)
     assert found["reading"]["found"]["content"] == "4711"
     assert found["reading"]["recorded"]["content"] == steps_of(stack, episode)[0].results[0].content  # type: ignore[index]
-    assert "messages 2 prompts made again of the results, 1 differ\n  first: step 1, message 0" in said
+    assert "messages 2 prompts rebuilt from the results, 1 differ\n  first: step 1, message 0" in said
     assert "now:      tool calculator: '4711'" in said
 
 
@@ -299,7 +299,7 @@ def test_a_changed_reward_is_named(
 def test_rewards_whose_code_changed_are_told_but_are_no_difference(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     run = value(stack.database, "SELECT id FROM runs WHERE name = 'exact'")
     with altered(stack.database, "reward_sets", "code_hash", f"run_id = {run} AND name = 'default'", "older"):
-        assert "code is another now" in Asked(capsys, [trained_episode(stack), "--verify", "rewards"], 0).out
+        assert "code of the rewards has changed" in Asked(capsys, [trained_episode(stack), "--verify", "rewards"], 0).out
 
 
 def test_a_flipped_weight_of_the_checkpoint_is_refused(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

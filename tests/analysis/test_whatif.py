@@ -182,7 +182,7 @@ def test_a_critic_is_loaded_where_the_run_has_one_and_else_it_is_said(
     runs: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = Asked(capsys, "plain", "--algorithm", "ppo,turn_ppo")
-    assert without.flat.count("critic knows nothing yet: its values are 0.") == 2
+    assert without.flat.count("critic is untrained: its values are 0.") == 2
     taught = Asked(capsys, "critical", "--algorithm", "turn_ppo,grpo", "--json").json["algorithms"]
     assert [each["blank"] for each in taught] == [[], [], []], "the optimizer's state serves the others too"
     assert taught[0]["start"]["explained_variance"] != pytest.approx(0, abs=1e-6)
@@ -217,7 +217,7 @@ def test_an_iteration_whose_optimizer_was_dropped_is_looked_at_with_a_fresh_one(
     asked = Asked(capsys, "critical", "--iteration", 2, "--algorithm", "grpo")
     assert "one step of AdamW (whose state was removed since)" in asked.flat
     assert "that remembers nothing yet" in Asked(capsys, "critical", "--iteration", 1, "--algorithm", "grpo").flat
-    assert "critic knows nothing" not in asked.flat, "the critic is still there"
+    assert "critic is untrained" not in asked.flat, "the critic is still there"
     assert "iteration 2 of critical, and policy version 1" in asked.flat
 
 

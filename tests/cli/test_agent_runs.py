@@ -76,7 +76,7 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
 
 def test_an_agents_calls_cannot_be_run_again(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "replay", outside, "--verify", "tools", code=6)
-    assert "is an agent's, which ran its own tools." in said
+    assert "its agent ran them itself." in said
 
 
 @pytest.mark.parametrize("command", [("replay",), ("why",), ("fork", "--step", "0")])
@@ -84,7 +84,7 @@ def test_a_run_where_an_episode_belongs_is_told_how_to_find_its_episodes(
     outside: str, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     said = agentrl(capsys, *command, "outside", code=2)
-    assert said == "agentrl: 'outside' is no episode's number.\n  List those of a run: agentrl episodes outside\n"
+    assert said == "agentrl: 'outside' is not an episode number.\n  List those of a run: agentrl episodes outside\n"
 
 
 def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_the_end_of_a_run_says_what_its_agents_ended_with(
 ) -> None:
     data.write(lambda tx: tx.execute(text("UPDATE runs SET status = 'done' WHERE name = 'outside'")))
     said = agentrl(capsys, "watch", "outside")
-    assert "1 episodes' agents ended badly, 1 with: RuntimeError: boom" in said
+    assert "1 episodes ended with an agent error, 1 with: RuntimeError: boom" in said
     assert "agentrl episodes outside --stop-reason agent_error" in said
     assert "\x1b" not in said
 

@@ -231,7 +231,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert (plan["epochs"], plan["iterations"]) == (2, 5)
     assert (plan["config"]["epochs"], plan["config"]["iterations"]) == (None, 5)
     assert (plan["algorithm"], plan["convention"], plan["passes"]) == ("ppo", "verl", 2)
-    assert plan["critic"] == "learning rate 0.001, alone in the first 3 iterations"
+    assert plan["critic"] == "learning rate 0.001; only the critic trains in the first 3 iterations"
     assert (plan["episodes"], plan["dynamic_sampling"]) == ((10 + 8) * 4, "up to 216 episodes (3 x)")
     assert not home.exists()
 
@@ -281,18 +281,18 @@ BAD = [
     (["sft", "--dataset", "arithmetic", "--epochs", "0"], 2, "--epochs"),
     (["sft", "--dataset", "arithmetic", "--save-every", "0"], 2, "--save-every"),
     (["sft", "--dataset", "arithmetic", "--optimizer", "sgd"], 2, "adamw_8bit"),
-    (["sft", "--dataset", "arithmetic", "--lora-targets", "q_proj"], 2, "a new model is made whole"),
+    (["sft", "--dataset", "arithmetic", "--lora-targets", "q_proj"], 2, "a new model trains all weights"),
     (["sft", "--dataset", "arithmetic", "--name", "../x"], 2, "--name"),
     (["eval", "--policy", "tiny", "--dataset", "arithmetic"], 8, "agentrl sft"),
     (["eval", "--policy", "nobody@3"], 5, "agentrl runs"),
     (["eval", "--policy", "nobody", "--dataset", "arithmetic"], 5, "agentrl runs"),
     (["chat", "--policy", "nobody"], 5, "agentrl runs"),
-    (["eval", "--policy", "tiny", "--greedy", "--top-k", "3"], 2, "--greedy takes the likeliest token, and --top-k"),
+    (["eval", "--policy", "tiny", "--greedy", "--top-k", "3"], 2, "--greedy takes the likeliest token, so --top-k"),
     (["eval", "--policy", "tiny", "--greedy", "--group-size", "2"], 2, "Leave --group-size out."),
     (["eval", "--policy", "tiny", "--max-steps", "0"], 2, "--max-steps"),
     (["eval", "--policy", "tiny", "--max-new-tokens", "1000000000"], 2, "rollout.max_new_tokens"),
     (["sft", "--from-episodes", "first", "--min-reward", "nan"], 2, "finite number"),
-    (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run is called '/nowhere/model'"),
+    (["eval", "--policy", "/nowhere/model", "--dataset", "nowhere.jsonl"], 8, "No run or model is called '/nowhere/model'"),
     (["chat", "--policy", "tiny", "--temperature", "nan"], 2, "finite number"),
     (["chat", "--model-path", "/nowhere/model"], 8, "There is no folder '/nowhere/model'"),
     (["chat", "--model", "tiny", "--max_new_tokens", "0"], 2, "--max-new-tokens"),
@@ -517,7 +517,7 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
     text = "\n".join(line for line, _ in summary(load_view(data, run)))
     assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
     assert f"agentrl episodes {run} --status failed" in text
-    assert f"agentrl resume {run} (goes on without an update" in text
+    assert f"agentrl resume {run} (skips the update" in text
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
@@ -537,7 +537,7 @@ def test_a_run_that_ended_before_it_began_is_given_no_hint_that_shows_nothing(da
     start(data, submission())
     planning.stop(data, "first", status, "The files make no model.")
     lines = [line.strip() for line, _ in summary(load_view(data, "first"))]
-    hints = {"failed": ["Once what it says is mended: agentrl resume first"], "paused": ["Go on: agentrl resume first"]}
+    hints = {"failed": ["After fixing that: agentrl resume first"], "paused": ["Resume it: agentrl resume first"]}
     assert lines[0].startswith(f"first: {status}")
     assert lines[1:] == ["The files make no model.", *hints.get(status, [])]
 
@@ -579,7 +579,7 @@ def test_an_error_of_several_lines_is_told_on_one(run: str, data: Database, caps
 def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
-    assert "1 of 2 iterations, policy version 1, 4 episodes done; of the open iteration 0 of 4 are over" in first
+    assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration have ended" in first
     assert "redone: nothing; 4 episodes of iteration 2 are still to be sampled" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
@@ -622,7 +622,7 @@ def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_st
     assert all("Start one: agentrl worker tools" in run["reason"] for run in left)
     assert main([*words, "--name", left[0]["run"], "--detach"]) == 0
     again = capsys.readouterr().err
-    assert f"{left[0]['run']}: was submitted before and is failed, " in again
+    assert f"{left[0]['run']}: already existed and is failed, " in again
     assert f"agentrl resume {left[0]['run']}" in again
     resumed = process(["-m", "agentrl.cli", "resume", left[0]["run"]], settings().root, AGENTRL_BROKER_URL=tcp_redis)
     assert "was failed" in resumed.stdout, resumed.stderr
@@ -695,7 +695,7 @@ def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
         assert f"agentrl {part}" in done.stderr
     again = process(words, settings().root, AGENTRL_BROKER_URL=tcp_redis)
     assert again.stdout == "alone\n"
-    assert "was submitted before" in again.stderr
+    assert "already existed" in again.stderr
     other = process([*words, "--seed", "5"], settings().root, AGENTRL_BROKER_URL=tcp_redis)
     assert other.returncode == 3
     resumed = process(["-m", "agentrl.cli", "resume", run], settings().root, AGENTRL_BROKER_URL=tcp_redis)

@@ -110,7 +110,7 @@ def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_i
     terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
     screen = terminal(SLOW_START=str(tmp_path / "go"))
-    at = screen.wait(r"/help lists the commands; ctrl-D ends the chat\.\n> ")
+    at = screen.wait(r"/help lists the commands; Ctrl-D ends the chat\.\n> ")
     screen.type("/help\nhello\n")
     at = screen.wait("/replay +the conversation", at)
     at = screen.wait("loading .*tiny", at)
@@ -155,7 +155,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Termin
     screen.type("say it at long last\n")
     at = screen.wait("word word", at)
     screen.type(CTRL_C)
-    at = screen.wait(r"\(stopped; the question is taken back\)\n> ", at)
+    at = screen.wait(r"\(stopped; your message was removed\)\n> ", at)
     assert screen.shown.count("word") < 50_000
     screen.type("/replay\n")
     at = screen.wait("\n0 turns, ", at)
@@ -209,7 +209,7 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
         ("/tools off", "off  calculator"),
         ("/tools on clock", "no tool 'clock'"),
         ("/save this", "\\.jsonl file"),
-        ("/save this.jsonl", "There is no answer yet"),
+        ("/save this.jsonl", "Nothing to save"),
         ("hello", "You said"),
         ("/save /nowhere/this.jsonl", "No such file"),
         ("/reset", "forgotten"),
@@ -314,7 +314,7 @@ def test_a_tool_that_takes_too_long_is_told_so(talk: Callable[..., Talk]) -> Non
 
 def test_an_answer_that_was_cut_is_no_demonstration(talk: Callable[..., Talk]) -> None:
     made = talk(Message("assistant", "7 " * 200), ANSWER)
-    with pytest.raises(StateError, match="There is no answer"):
+    with pytest.raises(StateError, match="there is no answer"):
         made.demonstration()
     list(made.answer("Count."))
     with pytest.raises(StateError, match="was cut"):

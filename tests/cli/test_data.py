@@ -45,16 +45,16 @@ def test_data_check_counts_what_is_wrong_with_tasks(tmp_path: Path, capsys: pyte
     write(folder / "test.jsonl", ROWS[2:3])
     found = json.loads(output(["check", str(folder), "--model", model, "--json"], capsys))
     assert (found["tasks"], found["identical"], found["contradictory"], found["without_reference"]) == (4, 1, 1, 1)
-    assert found["repeated"] == ["sums/train/2 asks the same as sums/train/1"]
-    assert found["shared"] == ["sums/train/3 asks the same as sums/test/1 of test"]
+    assert found["repeated"] == ["sums/train/2 asks the same question as sums/train/1"]
+    assert found["shared"] == ["sums/train/3 asks the same question as sums/test/1 of test"]
     assert len(found["prompt_tokens"]) == 4
     assert (found["problems"], found["too_long"]) == ([], 0)
     text = output(["check", str(folder), "--model", model], capsys)
     assert "1 questions are in test too:\n  sums/train/3" in text
-    assert "1 of the questions that are asked again have another reference" in text
+    assert "1 of the repeated questions have different references" in text
     bad = write(tmp_path / "bad.jsonl", [{"question": "a", "answer": "no number"}])
     assert "1 of 1 tasks" in output(["check", bad], capsys, code=2)
-    assert "--samples is for a model" in output(["check", bad, "--samples", "2"], capsys, code=2)
+    assert "--samples requires a model" in output(["check", bad, "--samples", "2"], capsys, code=2)
 
 
 def test_data_split_keeps_equal_questions_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_data_split_keeps_equal_questions_together(tmp_path: Path, capsys: pytes
     assert "exists" in output(words, capsys, code=3)
     output([*words, "--force"], capsys)
     assert (out / "test.jsonl").read_bytes() == before, "the same rows each time"
-    assert "no rows of its own" in output(["split", "arithmetic", "--out", str(tmp_path / "none")], capsys, code=2)
+    assert "its rows are generated" in output(["split", "arithmetic", "--out", str(tmp_path / "none")], capsys, code=2)
 
 
 def test_data_split_writes_nothing_where_it_cannot_write_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def test_dry_run_probe_samples_one_token(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*asked, "--dry-run"]) == 8
     assert "The model returned NaN instead of logits." in capsys.readouterr().err
     assert main(asked) == 2
-    assert "--probe goes with --dry-run." in capsys.readouterr().err
+    assert "--probe requires --dry-run." in capsys.readouterr().err
 
 
 @pytest.mark.slow

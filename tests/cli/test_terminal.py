@@ -40,7 +40,7 @@ def test_the_options_of_submit_are_in_groups_hooks_included(capsys: pytest.Captu
     text = agentrl(capsys, "submit", "--help")
     heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert heads == [
-        "What it learns from:",
+        "What it trains on:",
         "Learning:",
         "The model:",
         "Your own agent:",

@@ -53,7 +53,7 @@ def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
     view, lines = going(sqlite, 0), _Lines(written.append)
     for now[0] in (100.0, 114.0, 115.0, 120.0, 130.0):
         lines.show(view)
-    assert [line for line in written if "over" in line] == ["iteration 1/10  0 of 2 episodes over, 0 tokens sampled"] * 2
+    assert [line for line in written if "ended" in line] == ["iteration 1/10  0 of 2 episodes ended, 0 tokens sampled"] * 2
 
 
 def test_a_run_whose_rewards_do_not_differ_says_why_after_three_iterations(database: Database) -> None:
@@ -70,14 +70,14 @@ def test_a_run_whose_rewards_do_not_differ_says_why_after_three_iterations(datab
         lines.show(load_view(database, "first"))
         lines.show(load_view(database, "first"))
     view = load_view(database, "first")
-    assert view.flat[0] == "The last 3 iterations taught nothing: in each group all rewards are equal."
+    assert view.flat[0] == "The last 3 iterations had no training signal: all rewards are equal within each group."
     shown = "\n".join(view.flat)
     for said in (
         "numeric_answer: 0\n",
-        "of 6 episodes 0 made a call",
-        "an answer: ",
+        "of 6 episodes 0 made a tool call",
+        "example answer: ",
         "(agentrl replay 6)",
-        "Try: imitate",
+        "Try: train",
     ):
         assert said in shown
     assert [line for line in written if line in view.flat] == view.flat, "once"

@@ -253,8 +253,8 @@ def test_a_shipped_env_is_the_same_world_twice(name: str, request: pytest.Fixtur
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"env": "not_here:env"}, "The chat goes on without the run's env: 'not_here:env' (envs)"),
-        ({"env": "math", "tools": ["not_here:tool"]}, "The chat goes on without a tool: 'not_here:tool' (tools)"),
+        ({"env": "not_here:env"}, "The chat continues without the run's env: 'not_here:env' (envs)"),
+        ({"env": "math", "tools": ["not_here:tool"]}, "The chat continues without a tool: 'not_here:tool' (tools)"),
     ],
 )
 def test_a_policy_is_talked_to_where_the_env_or_a_tool_of_its_run_is_not(

@@ -131,6 +131,6 @@ def test_sft_trains_what_its_options_say_and_by_that_optimizer(tmp_path: Path, c
     assert str(count_in_files(config, folder)) in said
     assert json.loads((made / RECORD).read_text())["recipe"]["optimizer"] == "adamw_8bit"
     refused = agentrl(capsys, *common, "--lora-alpha", "8", "--output-dir", str(tmp_path / "none"), code=2)[1]
-    assert "--lora-alpha: of no use if all weights train.\n  Pass --lora-r 8, too." in refused
+    assert "--lora-alpha: without effect if all weights train.\n  Pass --lora-r 8, too." in refused
     assert "update.optimizer" in agentrl(capsys, *common, "--optimizer", "sgd", code=2)[1]
     assert "lora_dropout" in agentrl(capsys, *common, "--lora-r", "4", "--lora-dropout", "1", code=2)[1]

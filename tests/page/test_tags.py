@@ -123,7 +123,7 @@ def test_the_list_of_runs_shows_tags_only_where_there_are_any(stored: Database) 
 
 
 def test_the_command_writes_lists_and_removes_notes(stored: Database) -> None:
-    assert "There is no note on first" in command("note", "first")[1]
+    assert "first has no notes." in command("note", "first")[1]
     command("note", "first", "--", "-1 is the best reward\nof all")
     code, said = command("note", "first", "\x1b[31mred")
     assert code == 0

@@ -91,7 +91,7 @@ def test_a_search_that_is_killed_in_mid_beam_goes_on_and_comes_to_the_same(
     assert run.resources == {"prompt": best["text"]}
     assert len(list(run.prompts().rows())) == len(shown["versions"])
     assert {row.model for row in run.critic_calls().rows()} == {"scripted"}
-    assert "held out: 6 tasks that no choice has read" in stack.agentrl("watch", "killed")
+    assert "held out: 6 tasks that no selection has used" in stack.agentrl("watch", "killed")
 
 
 COUNT = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status = 'done'"
@@ -156,7 +156,7 @@ def test_a_critic_whose_answers_are_no_edits_is_told_of(stack: Stack, critic: Sc
     command = [sys.executable, "-m", "agentrl.cli", "prompts", "vain"]
     done = subprocess.run(command, env=stack.environment, capture_output=True, text=True, check=True)
     asked = value(stack.database, "SELECT count(*) FROM v_critic_calls WHERE run = 'vain'")
-    assert f"The critic was asked {asked} times, and no edit of its could be tried." in done.stderr
+    assert f"The critic was called {asked} times, and none of its edits could be used." in done.stderr
     assert "agentrl sql" in done.stderr
 
 

@@ -392,7 +392,7 @@ def test_a_policy_is_named_by_its_checkpoints_folder(here: Database, tmp_path: P
     assert (config.name, policy.version, policy.path) == ("first", 1, str(made[0]))
     strange = tmp_path / "strange"
     checkpoint_cache.write(str(strange), fill)
-    with pytest.raises(NotFoundError, match="is a checkpoint of no run in this database"):
+    with pytest.raises(NotFoundError, match="is a checkpoint of a run that is not in this database"):
         find_policy(str(strange))
 
 
@@ -425,7 +425,7 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
         "  B better on 2, worse on 1, equal on 1",
         "  B - A of accuracy  0.125  95% Student [-0.6367, 0.8867]  p 1 (exact)",
         "  B right more often on 2, less on 1, as often on 1",
-        "  left out: 1 tasks without a done episode on one side",
+        "  1 tasks left out: one side has no done episode",
     ]
     assert max(map(len, lines)) <= 80
 
@@ -467,7 +467,7 @@ def test_of_the_same_weights_two_evaluations_are_compared_and_one_is_not_with_it
     for run in ("one", "other"):
         planning.submit(here, replace(submission(run), policy=replace(submission(run).policy, base_hash="hash")))
     assert main(["compare", "one", "other"]) == 2
-    assert "measured by one evaluation, older" in capsys.readouterr().err
+    assert "have the same evaluation, older" in capsys.readouterr().err
     evaluation(here, "newer", 1.0, 1.0)
     assert remarks(capsys, "one", "other") == []
     shown = said(capsys, "one", "other")
@@ -500,7 +500,7 @@ def test_compare_goes_back_to_the_newest_evaluations_of_the_same_tasks_and_says_
     (remark,) = remarks(capsys, "one-named", "other-named")
     made = [cell(row["created_at"]) for name in ("one-older", "other-old") for row in eval_results.find_evals(here, name)]
     assert remark == (
-        "Their newest evaluations do not have the same tasks; the newest that do are "
+        "Their newest evaluations differ in tasks; compared are the newest that agree: "
         f"one-older of {made[0]} and other-old of {made[1]} (UTC)."
     )
     assert remarks(capsys, "one-old", "other-old") == []
@@ -532,7 +532,7 @@ def test_compare_prefers_the_same_rewards_to_newer_ones(here: Database, capsys: 
         planning.submit(here, replace(wanted, policy=replace(wanted.policy, base_hash=side)))
     assert "one-alike" in said(capsys, "one-named", "other-named")
     (remark,) = remarks(capsys, "one-named", "other-named")
-    assert remark.startswith("Their newest evaluations do not have the same rewards; the newest that do are one-alike of ")
+    assert remark.startswith("Their newest evaluations differ in rewards; compared are the newest that agree: one-alike of ")
 
 
 def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
@@ -549,7 +549,7 @@ def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
         planning.submit(here, replace(wanted, policy=replace(wanted.policy, base_hash=side)))
     assert "one-alike" in said(capsys, "one-named", "other-named")
     (remark,) = remarks(capsys, "one-named", "other-named")
-    assert remark.startswith("Their newest evaluations do not have the same limits; the newest that do are one-alike of ")
+    assert remark.startswith("Their newest evaluations differ in limits; compared are the newest that agree: one-alike of ")
     assert any("rollout.max_new_tokens" in remark for remark in remarks(capsys, "one-short", "other-named"))
 
 

@@ -507,7 +507,7 @@ def refuses(server: Server) -> bool:
         (["--tools", "fetch"], "", 2, "The tool fetch is off"),
         (["--tools", "echo", "--host", "0.0.0.0"], "", 2, "Set AGENTRL_TOOLS_TOKEN."),
         (["--tools", "echo", "--host", "::"], "", 2, "Set AGENTRL_TOOLS_TOKEN."),
-        (["--tools", "echo"], "two words", 2, "AGENTRL_TOOLS_TOKEN cannot be sent"),
+        (["--tools", "echo"], "two words", 2, "AGENTRL_TOOLS_TOKEN has characters"),
         (["--tools", "echo", "--socket", "x", "--port", "1"], "", 2, "exclude each other"),
         (["--tools", "echo", "--socket", "x" * 200], "", 4, "cannot be served at"),
         (["--tools", "echo", "--host", "no.such.host.invalid"], "", 4, "cannot be served at"),
@@ -575,5 +575,5 @@ def test_all_tools_are_listed_with_what_they_lack(
     told = capsys.readouterr()
     (row,) = (line for line in told.out.splitlines() if line.startswith("search"))
     assert row.endswith("in search_qa")
-    assert "Not needed in the env search_qa, which brings its own." in told.err
+    assert "Not needed in the env search_qa, which has its own." in told.err
     assert main(["tools", "--json", "serve", "--tools", "echo"]) == 2

@@ -161,8 +161,8 @@ def test_what_the_weights_have_already_cannot_be_chosen_again(
         (("--model", "first@9"), 5, "no policy version 9"),
         (("--model", "first@epoch2"), 5, "is not over"),
         (("--model", "nobody@1"), 5, "There is no run 'nobody'"),
-        (("--model", "a" * 5000), 5, "No run and no model is called"),
-        (("--model", str(base), "--lora", "new"), 2, "--lora new goes with a run's policy"),
+        (("--model", "a" * 5000), 5, "No run or model is called"),
+        (("--model", str(base), "--lora", "new"), 2, "--lora new requires a run's policy"),
     ]
     for words, code, said in refused:
         assert said.strip() in agentrl(capsys, *start, *words, code=code)[1], words
@@ -186,7 +186,7 @@ def test_sft_goes_on_or_begins_anew_on_the_merged_policy(
     for made in (on, anew):
         assert max(float((made[name] - merged[name]).abs().max()) for name in merged) < 1e-6
     assert "which has its own" in agentrl(capsys, *words, "--model", "first@1", "--lora-r", "2", code=2)[1]
-    assert "goes with a run's policy" in agentrl(capsys, *words, "--model", str(base), "--lora", "new", code=2)[1]
+    assert "requires a run's policy" in agentrl(capsys, *words, "--model", str(base), "--lora", "new", code=2)[1]
 
 
 @quantised

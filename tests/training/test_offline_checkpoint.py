@@ -284,13 +284,13 @@ def test_a_command_that_was_killed_twice_makes_the_model_of_one_that_was_not(tmp
     assert struck.stderr is not None
     begun = []
     for line in struck.stderr:
-        begun += re.findall(r"goes on at step (\d+) of 40", line)
+        begun += re.findall(r"resuming at step (\d+) of 40", line)
         if line.startswith("step 36/40"):  # the line itself follows the checkpoint
             struck.kill()
     assert struck.wait() == -signal.SIGKILL
     struck.stderr.close()
     last = start(tmp_path / "loud")
-    begun += re.findall(r"goes on at step (\d+) of 40", last.communicate()[1])
+    begun += re.findall(r"resuming at step (\d+) of 40", last.communicate()[1])
     assert last.returncode == 0
     assert begun == ["8", "36"]
     assert base_hash(tmp_path / "loud" / "made") == base_hash(tmp_path / "quiet" / "made")

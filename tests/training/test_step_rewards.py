@@ -227,8 +227,8 @@ def test_verify_reports_other_reward_sets_if_one_cannot_load(
     reward_sets.add_reward_set(own_database, 1, "gone", "0" * 32, gone, {1: gone})
     assert main(["replay", "1", "--verify", "rewards"]) == 1
     shown = capsys.readouterr().out
-    assert "rewards  default: 2 parts computed again, none differ" in shown
-    assert "rewards  gone: cannot be computed again: " in shown
+    assert "rewards  default: 2 parts recomputed, none differ" in shown
+    assert "rewards  gone: cannot be recomputed: " in shown
     assert "no_such_module" in shown
 
 

@@ -90,7 +90,7 @@ def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin
     words = ["dpo", "--from-episodes", "first", "--pairs", "4", "--steps", "10", "--json"]
     out, err = agentrl(capsys, *words)
     told = json.loads(out)
-    assert "first: 2 pairs from 1 of 2 groups; in the others all rewards are the same" in err
+    assert "first: 2 pairs from 1 of 2 groups; the other groups have equal rewards" in err
     assert "step 1/10  loss 0.693  accuracy " in err
     assert (told["accuracy"], told["examples"], told["of"]) == (1.0, 2, 2)
     assert told["margin"] > 0.1
@@ -216,13 +216,13 @@ def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
     mine.mkdir()
     (mine / "thesis.tex").touch()
     refused = [
-        (["--epochs", "1", "--steps", "1"], 2, "both say how long"),
-        (["--name", "a", "--output-dir", "b"], 2, "both say where"),
+        (["--epochs", "1", "--steps", "1"], 2, "exclude each other"),
+        (["--name", "a", "--output-dir", "b"], 2, "both set the model's folder"),
         (["--output-dir", str(mine), "--force"], 3, "not made by agentrl"),
         (["--output-dir", "/proc/nope/model"], 2, "cannot be made"),
         (["--held-out", "1"], 2, "below 1"),
         (["--held-out", "nan"], 2, "below 1"),
-        (["--lora-r", "4"], 2, "a new model is made whole"),
+        (["--lora-r", "4"], 2, "a new model trains all weights"),
         (["--model", str(base), "--load-in-4bit", "--lora-r", "0"], 2, "cannot train all weights"),
         (["--epochs", "0"], 2, "--epochs"),
     ]

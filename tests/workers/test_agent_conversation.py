@@ -144,4 +144,4 @@ def test_why_tells_of_each_chain_why_it_began_and_of_each_turn_that_might_go_on_
     assert main(["why", "1"]) == 0
     shown = capsys.readouterr().out
     assert f"step 4 begins chain 3: {CONTINUES_NONE}" in shown
-    assert "step 2 goes on from step 0: 2 turns say the same" in shown
+    assert "step 2 continues step 0: 2 turns have the same tokens" in shown

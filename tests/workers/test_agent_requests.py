@@ -248,7 +248,7 @@ def test_a_dry_run_shows_the_agent(home: Path, tmp_path: Path, capsys: pytest.Ca
     assert main([*words, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["agent"] == f"{HERE}:solve (no sandbox)"
-    assert plan["rewards"] == "numeric_answer x 1, the agent's own x 0"
+    assert plan["rewards"] == "numeric_answer x 1, the agent's rewards x 0"
     assert plan["config"]["agent"]["name"] == f"{HERE}:solve"
     words[-1] = "cmd:/bin/sh -c true"
     assert main([*words, "--agent-network", "all", "--dry-run", "--json"]) == 0

@@ -228,7 +228,7 @@ def test_report_command_writes_an_old_run(own_database: Database) -> None:
     ("words", "code", "said"),
     [
         (("--to", "wandbb"), 2, "No tracker is called 'wandbb'. Did you mean 'wandb'?"),
-        (("--report-samples", "3"), 2, "--report-samples goes with --to. Add --to wandb."),
+        (("--report-samples", "3"), 2, "--report-samples requires --to. Add --to wandb."),
         (("--to", LINES), 4, "the key is wrong"),
     ],
 )

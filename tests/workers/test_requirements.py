@@ -240,7 +240,7 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
 ) -> None:
     found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
     lacks = "The tools worker on host (pid 2) says: no module"
-    mute = "The tools worker on host (pid 3) has not said whether it can run this: it is still checking."
+    mute = "The tools worker on host (pid 3) has not reported whether it can run this: it is still checking."
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
     with pytest.raises(WorkerError, match="Nothing was started") as refused:
@@ -256,8 +256,9 @@ def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
 ) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
     assert ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True) == [
-        "The worker of the queue 'tools' has not said whether it can run this: it is busy, or has another version of agentrl.",
-        "The rollout and train worker on host (pid 1) has another AGENTRL_SEARCH, the file of rewards mine than this command.",
+        "The worker of the queue 'tools' has not reported whether it can run this: "
+        "it is busy, or runs another version of agentrl.",
+        "The rollout and train worker on host (pid 1) differs from this command in: AGENTRL_SEARCH, the file of rewards mine.",
     ]
 
 
@@ -339,7 +340,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
     embedded.write_state(settings(), stopping=False, separate=False)
     monkeypatch.chdir(tmp_path)
     found = list(ensure_workers._list_unfit(question))
-    assert found == [f"The embedded stack was started with another {name} than this command's." for name in elsewhere]
+    assert found == [f"The embedded stack differs from this command in: {name}." for name in elsewhere]
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -350,7 +351,7 @@ def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitt
     monkeypatch.setattr(requirements, "ask_workers", lambda *question, **more: [slow])
     monkeypatch.setattr(presence, "count_workers_by_queue", lambda: dict.fromkeys(QUEUES, 1))
     told = ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=True)
-    assert [line for line in told if "(pid 7) has not said whether it can run this" in line] == told[-1:] * (not found)
+    assert [line for line in told if "(pid 7) has not reported whether it can run this" in line] == told[-1:] * (not found)
 
 
 def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_looked(
@@ -360,7 +361,7 @@ def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_lo
     monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
     monkeypatch.setattr(ensure_workers, "_list_unfit", lambda question: iter(["It lacks a module."]))
     monkeypatch.setattr(requirements, "list_lacks", lambda *question: (start(own_database, submission("came")), [])[1])
-    with pytest.raises(WorkerError, match="came at work in the embedded stack"):
+    with pytest.raises(WorkerError, match="came using the embedded stack"):
         ensure_workers._renew_embedded(asked(tmp_path), False, "mine")
     assert not renewed
 
@@ -399,7 +400,7 @@ def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp
     done = command(stack, tmp_path, *words)
     assert done.returncode == 0, done.stderr + stack.logs()
     assert "No module named 'own_here'" in done.stderr
-    assert "it restarts" in done.stderr
+    assert "Restarting the embedded stack" in done.stderr
     assert embedded.find_supervisor(stack.settings) not in (None, first)
     assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
 
@@ -440,9 +441,9 @@ def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_wit
     up(stack)
     refused = command(stack, Path("/"), "resume", "own")
     assert refused.returncode == 11, refused.stderr + stack.logs()
-    assert "this command lacks it too" in refused.stderr
+    assert "this command cannot run it either" in refused.stderr
     assert run_rows.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
     resumed = command(stack, tmp_path, "resume", "own")
     assert resumed.returncode == 0, resumed.stderr + stack.logs()
-    assert "it restarts" in resumed.stderr
+    assert "Restarting the embedded stack" in resumed.stderr
     stack.wait(lambda: run_rows.describe_run(stack.database, "own")["episodes_done"] == 2, "the episodes' end")

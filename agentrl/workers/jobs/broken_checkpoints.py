@@ -56,7 +56,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
         CheckpointError: it took no step, or its episodes or advantages differ, because code or rewards have changed.
     """
     if update.skipped:
-        raise beyond_repair_error(work, rebuild, f"its update now takes no step: {update.skipped}")
+        raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
     if not credits_alike(experiment.config.algorithm, update.advantages, rebuild.advantages):
         raise beyond_repair_error(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
 

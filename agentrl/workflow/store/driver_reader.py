@@ -66,7 +66,7 @@ class Reader:
 
         Args:
             url: the database's URL.
-            open_whole: opens the whole database if the driver does not suffice.
+            open_whole: opens the whole database if the terminal driver does not support it.
         """
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)

@@ -63,7 +63,8 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
     if not 0 <= step < len(value.steps):
         raise NotFoundError(
-            f"Episode {episode} has {len(value.steps)} steps, counted from 0, and no step {step}.", f"agentrl replay {episode}"
+            f"Episode {episode} has {len(value.steps)} steps, counted from 0; there is no step {step}.",
+            f"agentrl replay {episode}",
         )
     owner = row
     while step < owner["inherited_steps"]:
