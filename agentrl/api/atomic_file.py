@@ -20,5 +20,5 @@ def write_once(file: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(file)
     except OSError as error:
-        said = f"The folder {str(file.parent)!r} cannot be written: {error.strerror or error}."
+        said = f"Cannot write to the folder {str(file.parent)!r}: {error.strerror or error}."
         raise ServiceError(said, "Pass another store, or set AGENTRL_HOME to a folder of yours.") from error

@@ -156,7 +156,7 @@ class GRPOTrainer:
     def __init__(self, policy: OpenPolicy, algorithm: str = "grpo", **options: Any) -> None:
         keys = keys_of(options) | {"algorithm.name": algorithm}
         if fixed := [key for key in keys if key.startswith("model.")]:
-            raise ConfigError(f"The model is open already: {fixed[0]} cannot be chosen here.", "Choose it in open_policy.")
+            raise ConfigError(f"{fixed[0]} cannot change: the model is already open.", "Set it in open_policy.")
         limits = {f"rollout.{name}": value for name, value in policy.limits.model_dump().items()}
         model = {f"model.{name}": value for name, value in policy.policy.config.model_dump().items()}
         self._config = settle_run(build(limits | model | keys))
@@ -185,7 +185,7 @@ class GRPOTrainer:
         groups = grouped(episodes)
         done = self._trainer.update(groups, self._updates)
         if done.bad:
-            raise StateError(f"The update is undone: {done.skipped}.", "Lower the learning rate; make a new trainer.")
+            raise StateError(f"The update was undone: {done.skipped}.", "Create a new trainer with a lower learning rate.")
         rewards = [each.reward for group in groups for each in group.episodes if each.reward is not None]
         told: dict[str, Any] = {"reward": sum(rewards) / max(1, len(rewards)), **done.metrics}
         if done.skipped:
@@ -245,7 +245,7 @@ def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
     rows, problems = read_rows([line.encode()])
     if problems:
         raise DatasetError(
-            f"{line[:200]} is no task: {problems[0].partition(': ')[2]}.", 'Write {"question": ..., "answer": ...}.'
+            f"{line[:200]} is not a valid task: {problems[0].partition(': ')[2]}.", 'Write {"question": ..., "answer": ...}.'
         )
     made = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
     return replace(made, key=f"given/{made.content_hash[:16]}")

@@ -36,7 +36,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
         return None
     lines = [_line(number, row) for number, row in enumerate(_read(dataset, what))]
     if not lines:
-        raise DatasetError(f"The {what}_dataset has no row.", EXAMPLE)
+        raise DatasetError(f"The {what}_dataset is empty.", EXAMPLE)
     text = "\n".join(lines) + "\n"
     file = where.root / "datasets" / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     write_once(file, text)
@@ -63,10 +63,10 @@ def _read(dataset: Any, what: str) -> Iterator[Any]:
             return
         except Exception as error:
             said = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
-            raise DatasetError(said, "Nothing was submitted: mend it, and pass it anew.") from error
+            raise DatasetError(said, "Nothing was submitted. Fix the dataset, and pass it again.") from error
         if number == MOST_ROWS:
             said = f"The {what}_dataset has more than {MOST_ROWS} rows."
-            raise DatasetError(said, "Pass a part: itertools.islice(rows, 1000).")
+            raise DatasetError(said, "Pass fewer rows: itertools.islice(rows, 1000).")
         number += 1
         yield row
 
@@ -98,7 +98,7 @@ def _line(number: int, row: Any) -> str:
     texts = []
     for key, value in whole.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise DatasetError(f"Row {number} has no value for {key!r}: it is {value}.", "Fill it, or leave the row out.")
+            raise DatasetError(f"Row {number} has no value for {key!r}: it is {value}.", "Set a value, or remove the row.")
         try:
             texts.append(f"{written(key)}: {written(value)}")
         except (TypeError, ValueError, RecursionError) as error:
@@ -126,4 +126,4 @@ def plain(value: Any) -> Any:
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):
             return getattr(value, name)()
-    raise TypeError(f"a {type(value).__name__} is nothing that JSON has")
+    raise TypeError(f"JSON has no {type(value).__name__}")

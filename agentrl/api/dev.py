@@ -81,9 +81,7 @@ class Trial:
         """
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MOST_TASKS:
-            raise ConfigError(
-                f"dev is for trying, with at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_tasks=3."
-            )
+            raise ConfigError(f"dev runs at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_tasks=3.")
         with ExitStack() as stack:
             policy = stack.enter_context(open_policy(self.config, seed=self.config.seed))
             play = self._loop(policy) if self.agent is None else stack.enter_context(self._agent_player(policy))
@@ -140,7 +138,7 @@ class Trial:
         found = episode_rows.find_episode(db, opened.id).episode
         ended = replace(found, task=task, stop_reason="agent_error" if failed else found.stop_reason)
         if not ended.steps:
-            _print("The model was not called: pass llm.base_url, llm.api_key and llm.model to the client.")
+            _print("The agent did not call the model. Pass llm.base_url, llm.api_key and llm.model to its client.")
         return self._scored(ended, result)
 
     def _scored(self, ended: Episode, result: AgentResult) -> Episode:
@@ -151,7 +149,7 @@ class Trial:
         rewarded = bool(weights) or gives_rewards(self.env)
         for name, value in {**rewards_of(ended.annotations, len(ended.steps)), **(result.rewards or {})}.items():
             if name in parts:
-                raise RewardError(f"The agent names its reward {name!r}, and a reward of the run has that name.")
+                raise RewardError(f"The agent returned a reward called {name!r}, which is the name of a reward of the run.")
             parts[name], weights[name] = part_of(numbers(value), len(ended.steps), name), 0.0 if rewarded else 1.0
         return assign_rewards(ended, parts, weights)
 
@@ -169,7 +167,7 @@ def try_agent(
     """
     if isinstance(agent, str):
         if agent.startswith("cmd:"):
-            raise ConfigError("dev calls an agent in this process, and a program is another one.", "Submit it with one task.")
+            raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
         agent = find("agents", agent)
     found = {name: (find("rewards", reward) if isinstance(reward, str) else reward, w) for name, (reward, w) in rewards.items()}
     made = [find("hooks", hook) if isinstance(hook, str) else hook for hook in hooks]

@@ -45,10 +45,10 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
         if importable(found[0]):
             return ":".join(found)
         if is_local:
-            said = f"{found[1]!r} is of the module {found[0]!r}, which workers do not find."
-            raise ConfigError(said, "Put its folder on PYTHONPATH, or start this in its folder.")
+            said = f"{found[1]!r} is of the module {found[0]!r}, which workers cannot import."
+            raise ConfigError(said, "Add its folder to PYTHONPATH, or start Python in its folder.")
     if not is_local:
-        raise ConfigError(f"Workers on other machines do not find {_called(value)!r}, which was written here.", FORBIDDEN)
+        raise ConfigError(f"Workers on other machines cannot import {_called(value)!r}.", FORBIDDEN)
     made = Captured(importable)
     if not inspect.isfunction(value) and not inspect.isclass(value):
         made.add_instance(name, value)

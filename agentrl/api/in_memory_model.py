@@ -84,10 +84,10 @@ def saved(model: Any, tokenizer: Any, models: Path) -> Path:
 def _check(model: Any, tokenizer: Any) -> None:
     kind = type(model).__name__
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
-        raise ModelError(f"A {kind} is no transformers model.", "Pass one, or the name of one, or its folder.")
+        raise ModelError(f"A {kind} is not a transformers model.", "Pass a model, its name or its folder.")
     if getattr(model, "peft_config", None):
-        raise ModelError(f"The {kind} carries adapters, which are no base to train on.", "Pass model.merge_and_unload().")
+        raise ModelError(f"The {kind} has adapters, which cannot be the base of training.", "Pass model.merge_and_unload().")
     if getattr(model, "quantization_method", None) or getattr(model, "is_quantized", False):
-        raise ModelError(f"The {kind} is quantised.", "Pass it whole, and load_in_4bit=True: training quantises it again.")
+        raise ModelError(f"The {kind} is quantised.", "Pass the full-precision model and load_in_4bit=True.")
     if not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise ModelError("A model in memory comes with its tokenizer.", "Write GRPO(model=model, tokenizer=tokenizer).")
+        raise ModelError("A model in memory needs its tokenizer.", "Write GRPO(model=model, tokenizer=tokenizer).")

@@ -64,9 +64,9 @@ class Captured:
             self._from(name, *path)
         else:
             kind = type(value).__name__
-            said = f"{who!r} uses {name!r}, {_article(kind)} {kind} of this process, which no other process has."
+            said = f"{who!r} uses {name!r}, {_article(kind)} {kind} of this process, which workers do not have."
             guard = "with `if __name__ == '__main__':` before what it does"
-            raise ConfigError(said, f"Make it inside of {who!r}, or write both into a file; a script {guard}.")
+            raise ConfigError(said, f"Create it inside {who!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
         """Takes an object along: its class, and what it holds, if that is constants.
@@ -81,10 +81,8 @@ class Captured:
             state[key] = literal(held)
             if state[key] is None:
                 what = type(held).__name__
-                said = (
-                    f"The {kind.__name__} holds {key!r}, {_article(what)} {what} of this process, which no other process has."
-                )
-                raise ConfigError(said, "Make it when it is first needed, or pass the class.")
+                said = f"The {kind.__name__} holds {key!r}, {_article(what)} {what} of this process, which workers do not have."
+                raise ConfigError(said, "Create it on first use, or pass the class.")
         fields = ", ".join(f"{key!r}: {text}" for key, text in state.items())
         lines = [f"{name} = {kind.__name__}.__new__({kind.__name__})"]
         self._bodies[name] = "\n".join([*lines, *([f"vars({name}).update({{{fields}}})"] if fields else [])])
@@ -130,7 +128,7 @@ class Captured:
     def _claim(self, name: str, alias: str) -> None:
         """Keeps a name for what is called otherwise where it is used."""
         if name in self._asked:
-            raise ConfigError(f"{alias!r} and another {name!r} cannot stand in one module.", "Give them different names.")
+            raise ConfigError(f"{alias!r} and another {name!r} cannot be in one module.", "Give them different names.")
         self._asked.add(name)
 
 
@@ -204,7 +202,7 @@ def _definition(value: Any) -> tuple[Definition, str]:
     """
     name = getattr(value, "__name__", "")
     if name == "<lambda>":
-        raise ConfigError("A lambda has no name to be found by.", "Write it as def name(...): ...")
+        raise ConfigError("Workers cannot import a lambda: it has no name.", "Write it as def name(...): ...")
     code = next(_codes(value), None)
     for file in _files_of_main() if code is None else [code.co_filename]:
         lines = linecache.getlines(file)
@@ -215,9 +213,7 @@ def _definition(value: Any) -> tuple[Definition, str]:
         ]
         if found:
             return _with_text(max(found, key=_first_line), lines)
-    raise ConfigError(
-        f"The source of {name!r} is not known here.", "Write it into a file, and pass 'module:name' or import it."
-    )
+    raise ConfigError(f"The source of {name!r} is not available.", "Move it to a file, and pass 'module:name' or import it.")
 
 
 def _definitions(lines: list[str], of_classes: bool) -> list[Definition]:
@@ -310,8 +306,8 @@ def _methods(kind: type) -> list[FunctionType]:
 
 
 def _unreachable(module: str, who: str) -> ConfigError:
-    said = f"{who!r} is of the module {module!r}, which other processes do not find." if who else f"{module!r} is not found."
-    return ConfigError(said, "Put its folder on PYTHONPATH, or start this in its folder.")
+    said = f"{who!r} is of the module {module!r}, which other processes cannot import." if who else f"{module!r} is not found."
+    return ConfigError(said, "Add its folder to PYTHONPATH, or start Python in its folder.")
 
 
 def _article(word: str) -> str:

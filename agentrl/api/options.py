@@ -34,7 +34,7 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
         elif len(leaves.get(name, ())) == 1:
             found[leaves[name][0]] = value
         elif name in leaves:
-            raise ConfigError(f"The option {name!r} is several: {', '.join(leaves[name])}.", "Write it in full.")
+            raise ConfigError(f"The option {name!r} is ambiguous: {', '.join(leaves[name])}.", "Write its full name.")
         elif name in sections:
             raise ConfigError(f"{name!r} is a section of options, not {value!r:.40}.", f"Write {name}={{'KEY': VALUE}}.")
         else:
@@ -51,7 +51,7 @@ def keys_of_file(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, str | Path):
-        said = f"config= names a YAML file, and is no {type(config).__name__}."
+        said = f"config= must be the path of a YAML file, not a {type(config).__name__}."
         raise ConfigError(said, "Pass keys as options: Trainer(seed=1).")
     return read_yaml(Path(config))
 
@@ -73,7 +73,7 @@ def _held(key: str, value: Any) -> Any:
         return json.loads(json.dumps(value, default=_plain))
     except (TypeError, ValueError, RecursionError) as error:
         said = f"The option {key!r} cannot be {value!r:.60}: {error}."
-        raise ConfigError(said, "Objects are passed as the Trainer's agent, env, rewards, hooks or algorithm.") from error
+        raise ConfigError(said, "Pass objects as the Trainer's agent, env, rewards, hooks or algorithm.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -218,7 +218,7 @@ def message_of(given: "Message | Mapping[str, Any]") -> Message:
     role, content = given.get("role"), given.get("content")
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
     if role not in roles or not isinstance(content, str):
-        raise ConfigError(f"A message has a role of {', '.join(roles)}, and a text: not {given!r:.100}.")
+        raise ConfigError(f"A message needs one of the roles {', '.join(roles)} and a text, not {given!r:.100}.")
     return Message(roles[role], content)
 
 
@@ -231,7 +231,7 @@ def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
     known = kind.__dataclass_fields__
     for name in chosen:
         if name not in known:
-            raise ConfigError(f"There is no filter {name!r:.60}.", did_you_mean(name[:60], known))
+            raise ConfigError(f"Unknown filter {name!r:.60}.", did_you_mean(name[:60], known))
     return kind(**chosen)
 
 

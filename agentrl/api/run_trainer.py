@@ -80,7 +80,7 @@ class Trainer:
     ) -> None:
         if strategy not in STRATEGIES:
             raise ConfigError(
-                f"There is no strategy {strategy!r:.40}.", 'Pass "threads", "processes", or "cluster" for workers elsewhere.'
+                f"Unknown strategy {strategy!r:.40}.", 'Pass "threads", "processes", or "cluster" for workers elsewhere.'
             )
         self._place = Place.of(store)
         self._is_local, self._is_threaded = strategy != "cluster", strategy == "threads"
@@ -141,7 +141,7 @@ class Trainer:
             AgentRLError: what was asked cannot be trained, and why; or the run has ended otherwise than done.
         """
         if self._is_threaded and not wait:
-            said = "Threads of this process train for as long as fit waits."
+            said = "wait=False is impossible with threads: they train only while fit waits."
             raise ConfigError(said, 'Leave wait out, or pass strategy="processes".')
         with self._workers():
             if self._attached is not None:
@@ -218,7 +218,7 @@ class Trainer:
         if not _is_env(agent):
             return agent, _made(self._env)
         if self._env is not None:
-            raise ConfigError("The agent is an env, and env= names one too.", "Leave one out.")
+            raise ConfigError("agent= and env= both pass an env.", "Leave one out.")
         return None, _made(agent)
 
     def _named(self, key: str, value: Any, name: str) -> dict[str, str]:
@@ -256,7 +256,7 @@ class Trainer:
         assert self.run is not None
         name, status = self.run.name, self.run.status
         if status == "cancelled":
-            raise StateError(f"{name} was cancelled, and does not go on.", "Fork an episode of it, or train a run anew.")
+            raise StateError(f"{name} was cancelled, and cannot continue.", "Fork an episode of it, or train a run anew.")
         if self._is_threaded and (status in GOES_ON or status == "running"):
             from agentrl.api.threaded_stack import resume_here
 
@@ -273,13 +273,13 @@ class Trainer:
                 self._show(run, live)
         except KeyboardInterrupt:
             command_process.ask(self._place, "pause", run.name, "--json", quiet=True)
-            print(f"{run.name} is paused, nothing is lost. Go on: {self._attaching(run)}", file=sys.stderr)
+            print(f"{run.name} is paused, and nothing is lost. Continue: {self._attaching(run)}", file=sys.stderr)
             raise
         row = run.row
         if row.status != "done":
             raise StateError(
                 f"{run.name} is {row.status}{f': {row.reason}' if row.reason else ''}.",
-                f"Once that is mended: {self._attaching(run)}",
+                f"After fixing that: {self._attaching(run)}",
             )
         return run
 
@@ -294,13 +294,13 @@ class Trainer:
         broker = self._place.settings.broker_url
         if not self._is_local:
             if not broker:
-                raise ConfigError("A cluster has a broker, and none is named.", "Set AGENTRL_BROKER_URL to its Redis.")
+                raise ConfigError("A cluster needs a broker.", "Set AGENTRL_BROKER_URL to its Redis.")
             if n_runners is not None:
-                said = "Workers that are there already are not told how many agents to run at once."
-                raise ConfigError(said, "Start them so: agentrl worker agents --concurrency N; leave n_runners out.")
+                said = "n_runners has no effect on running workers."
+                raise ConfigError(said, "Leave it out, and start workers with: agentrl worker agents --concurrency N")
             return {}
         if n_runners is not None and not (type(n_runners) is int and 1 <= n_runners <= 10_000):
-            raise ConfigError(f"n_runners is a whole number from 1 to 10000, not {n_runners!r:.40}.")
+            raise ConfigError(f"n_runners must be an integer from 1 to 10000, not {n_runners!r:.40}.")
         return {} if n_runners is None else {"AGENTRL_AGENTS": str(n_runners)}
 
     def __repr__(self) -> str:
@@ -317,7 +317,7 @@ def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:
         return agent, train
     if train is not None:
         raise ConfigError(
-            "The agent is none, but rows, beside a train_dataset.", "Write fit(train_dataset=..., val_dataset=...)."
+            "The first argument is rows, but train_dataset is passed too.", "Write fit(train_dataset=..., val_dataset=...)."
         )
     return None, agent
 
@@ -349,8 +349,8 @@ def _made(env: Any) -> Any:
     try:
         return env()
     except Exception as error:
-        said = f"The env {env.__name__!r} cannot be made without arguments: {type(error).__name__}: {error}."
-        raise ConfigError(said, "Pass an object of it.") from error
+        said = f"Cannot create the env {env.__name__!r} without arguments: {type(error).__name__}: {error}."
+        raise ConfigError(said, "Pass an instance.") from error
 
 
 def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
@@ -392,11 +392,13 @@ def _weighed(given: Any) -> Iterator[tuple[Any, float]]:
 def _refuse_in_sandbox(keys: Mapping[str, Any]) -> None:
     if keys.get("agent.sandbox") and str(keys.get("agent.name", "")).startswith(CODE_PREFIX):
         raise ConfigError(
-            "A function of a notebook or a script is written into the data folder, which the sandbox hides.",
-            "Put it into a file of its own, and import it.",
+            "A sandboxed agent cannot be a function of a notebook or script: the sandbox hides its source.",
+            "Move it to a file, and import it.",
         )
 
 
 def _refuse_new(agent: Any, train: Any, val: Any, options: Mapping[str, Any]) -> None:
     if agent is not None or train is not None or val is not None or options:
-        raise ConfigError("A run that goes on is as it was submitted.", "Call fit() without arguments, or make a new Trainer.")
+        raise ConfigError(
+            "The options of a submitted run cannot change.", "Call fit() without arguments, or make a new Trainer."
+        )

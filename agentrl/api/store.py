@@ -98,17 +98,17 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
         ConfigError: it is no place.
     """
     if not isinstance(place, str | PathLike | None):
-        raise ConfigError(f"A store is a folder, a file or a URL, not {place!r:.60}.")
+        raise ConfigError(f"A store must be a folder, a file or a URL, not {place!r:.60}.")
     where = settings() if place is None else _settings_of(str(fspath(place)))
     file = user_sql.sqlite_file(where)
     if file is not None and not (file.is_file() and file.stat().st_size):
-        raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
+        raise NotFoundError(f"There is no store {str(file)!r}.", "Create one: agentrl submit --dataset gsm8k")
     return Store(where)
 
 
 def _settings_of(place: str) -> Settings:
     if not place:
-        raise ConfigError("A store is a folder, a file or a URL, not an empty text.")
+        raise ConfigError("A store must be a folder, a file or a URL, not an empty text.")
     url = place if is_url(place) else f"sqlite:///{_file_of(Path(place).expanduser())}"
     here = settings()
     if url == here.database:

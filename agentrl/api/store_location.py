@@ -73,7 +73,7 @@ class Place:
             case str() | Path() if str(store).strip():
                 return cls(_variables_of(str(store)))
         raise ConfigError(
-            f"A store is a folder, a file, a URL or a Store, not {store!r:.80}.", 'Write store="sqlite:///runs.db", say.'
+            f"A store must be a folder, a file, a URL or a Store, not {store!r:.80}.", 'For example: store="sqlite:///runs.db"'
         )
 
     @property
@@ -99,12 +99,15 @@ class Place:
 
 def _variables_of(store: str) -> dict[str, str]:
     if store == MEMORY:
-        raise ConfigError("A store in memory is one object, which several may share.", "Pass store=agentrl.InMemoryStore().")
+        raise ConfigError(
+            "InMemoryStore must be passed as an object, which several trainers may share.",
+            "Pass store=agentrl.InMemoryStore().",
+        )
     path = Path(store.removeprefix("sqlite:///") if store.startswith("sqlite:///") else store).expanduser()
     if is_url(store) and not store.startswith("sqlite:///"):
         return {"AGENTRL_DATABASE_URL": store}
     if is_url(store) or path.suffix in (".db", ".sqlite", ".sqlite3"):
         return {"AGENTRL_DATABASE_URL": f"sqlite:///{path.absolute()}"}
     if path.is_file():
-        raise ConfigError(f"{store!r} is a file, and not one that is called like a database.", f"Name it {FILE}, or a folder.")
+        raise ConfigError(f"{store!r} is not a name of a database file.", f"Pass {FILE}, or a folder.")
     return {"AGENTRL_HOME": str(path.absolute()), "AGENTRL_DATABASE_URL": ""}

@@ -55,7 +55,9 @@ def at_work(place: Place, variables: Mapping[str, str]) -> Iterator[None]:
         StateError: this process does so already, or workers of another one have this store.
     """
     if not _busy.acquire(blocking=False):
-        raise StateError("A Trainer trains in threads of this process already.", 'Wait for it, or pass strategy="processes".')
+        raise StateError(
+            "Another Trainer is training in threads of this process.", 'Wait for it, or pass strategy="processes".'
+        )
     with ExitStack() as stack:
         stack.callback(_busy.release)
         stack.enter_context(_environment({**place.variables, **IN_MEMORY, **variables}))
@@ -75,7 +77,7 @@ def submit_here(file: Path) -> str:
     """
     asked, _ = resolve(file, {}, (), os.environ)
     if asked.source.given:
-        raise ConfigError("Stored episodes are trained on by processes.", 'Pass strategy="processes".')
+        raise ConfigError("Threads cannot train on stored episodes.", 'Pass strategy="processes".')
     _refuse_overlap(asked)
     db = process.database()
     prepared = submit.prepare(db, asked)
@@ -134,7 +136,7 @@ def _control() -> Iterator[None]:
     deadline = time.monotonic() + seconds + 1
     while not leases.take_service_lease(process.database(), "control", process.worker_name(), seconds):
         if time.monotonic() > deadline:
-            raise StateError("Workers of another process are at work on this store.", ELSEWHERE)
+            raise StateError("Workers of another process are using this store.", ELSEWHERE)
         time.sleep(0.2)
     try:
         yield
@@ -170,13 +172,13 @@ def _started(roles: list[str], threads: int) -> threading.Thread:
     """A worker that has begun to read its queues.
 
     Raises:
-        ServiceError: it does not begin.
+        ServiceError: it did not start.
     """
     ready = threading.Event()
     made = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
     thread = _thread("-".join(roles), made.start)
     if not ready.wait(READY_SECONDS):
-        raise ServiceError(f"The worker of {' and '.join(roles)} does not begin.")
+        raise ServiceError(f"The worker of {' and '.join(roles)} did not start.")
     return thread
 
 

@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a list": (b"[1, 2]", "is no export of traces"),
     "half a line": (b'{"resourceSpans": []}\n{"resourceSpans": [\n', "Line 2 of"),
     "a bomb": (lambda: gzip.compress(b"\0" * (257 * 2**20), 1), "it has more than"),
-    "no turn": ([span(1, "x", {})], "1: no turn of a model"),
+    "no turn": ([span(1, "x", {})], "1: no model turn"),
     "a turn that makes no sense": (
         [span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": ["a"]})],
         "a turn cannot be read: token ids are",
@@ -189,7 +189,7 @@ def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_token
         span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": [5], "response_token_ids": [7], "logprobs.content": "[-1]"})
     ]
     said = told(capsys, "import", "otlp", write(tmp_path / "u.jsonl", shifted), "--policy", model, code=8)
-    assert "The tokens are none of" in said
+    assert "The tokens do not belong to" in said
     assert "Name the model that sampled them" in said
     assert value(db, "SELECT count(*) FROM runs") == 1
 

@@ -121,10 +121,10 @@ def test_what_can_be_rolled_out_may_be_an_agent(agent: Any) -> None:
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        (Empty, "has nothing to be measured by. Write rollout"),
-        (Agent, "has nothing to be measured by"),
-        (OnlyTrains, "has nothing to be measured by"),
-        (Wanting, "cannot be made without arguments: TypeError"),
+        (Empty, "has no rollout method to evaluate it with. Write rollout"),
+        (Agent, "has no rollout method to evaluate it with"),
+        (OnlyTrains, "has no rollout method to evaluate it with"),
+        (Wanting, "without arguments: TypeError"),
         (Crowded, "takes 4 arguments. Write rollout"),
         (int, "is a class without rollout"),
     ],
@@ -192,8 +192,8 @@ def wants_more(task: AgentTask, prompt_template: Prompt, rollout: Any) -> None:
 @pytest.mark.parametrize(
     ("agent", "texts", "said"),
     [
-        (one_text, ["prompt"], 'no text of the run is called so. Write resources={"prompt_template": '),
-        (one_text, [], "no text of the run is called so"),
+        (one_text, ["prompt"], 'the run has no prompt with that name. Write resources={"prompt_template": '),
+        (one_text, [], "the run has no prompt with that name"),
         (wants_more, ["prompt_template"], "missing a required argument: 'rollout'"),
     ],
 )

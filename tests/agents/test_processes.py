@@ -103,7 +103,7 @@ def test_an_agent_over_its_time_is_ended() -> None:
 def test_an_agent_that_prints_without_end_is_ended_and_its_tail_is_kept() -> None:
     report = ran("prints")
     assert (report.error_class, report.output[:10]) == ("output", "x" * 10)
-    assert "bytes are left out]" in report.output
+    assert "bytes left out]" in report.output
     assert len(report.output) <= 6100
 
 
@@ -230,7 +230,7 @@ def test_an_agent_that_is_no_longer_wanted_is_ended() -> None:
     threading.Timer(0.7, wanted.set).start()
     marked = order(environment={"PATH": os.environ["PATH"], "MARK": "unwanted"})
     assert processes.run(marked, f"{MODULE}:program_that_sleeps", wanted.is_set) is None
-    wait_until(lambda: not _marked("MARK=unwanted"), "the agent is gone")
+    wait_until(lambda: not _marked("MARK=unwanted"), "process is gone")
 
 
 def test_a_program_leaves_its_answer_in_a_file(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_no_agent_outlives_its_worker(tmp_path: Path) -> None:
     wait_until(lambda: bool(_marked("MARK=orphan")), "the agent runs")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    wait_until(lambda: not _marked("MARK=orphan"), "the agent is gone")
+    wait_until(lambda: not _marked("MARK=orphan"), "process is gone")
 
 
 def _marked(mark: str) -> list[str]:

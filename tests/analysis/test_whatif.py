@@ -254,7 +254,7 @@ def test_rows_and_checkpoints_stay_as_they_are(runs: Database, capsys: pytest.Ca
 def test_rewards_that_are_others_now_are_told(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     number = values(runs, "SELECT episode_id FROM consumptions WHERE run_id = 1 ORDER BY 1")[-1]
     with altered(runs, "consumptions", "advantage", f"run_id = 1 AND episode_id = {number}", 7.0):
-        assert "are not the recorded ones" in Asked(capsys, "plain", "--algorithm", "rloo").err
+        assert "differ from the recorded ones" in Asked(capsys, "plain", "--algorithm", "rloo").err
 
 
 def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
@@ -284,7 +284,7 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
         (("waiting", "--algorithm", "rloo", "--iteration", 2), 6, "Iteration 2 of 'waiting' is not trained yet."),
         (("plain", "--algorithm", "rloo,gspo", "-s", "algorithm.tau_positive=1"), 2, "does nothing with rloo, gspo."),
         (("plain", "--algorithm", "rloo", "-s", "update.epochs=2"), 2, "update.epochs is the run's"),
-        (("plain", "--algorithm", "rloo", "-s", "algorithm.kl_target=1"), 2, "It acts after an update."),
+        (("plain", "--algorithm", "rloo", "-s", "algorithm.kl_target=1"), 2, "it acts after an update."),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.importance_cap=0.3"), 2, "algorithm.importance_cap"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.clip_hi=3"), 2, "Unknown option 'algorithm.clip_hi'."),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.clip_low=3"), 2, "The config does not fit: algorithm.clip_low"),

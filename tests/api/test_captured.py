@@ -156,7 +156,10 @@ def test_a_name_that_is_not_there_yet_is_left_to_say_so_itself(cell: Any, tmp_pa
 REFUSED: dict[str, tuple[Callable[[Captured, Any], None], str]] = {
     "a lock": (lambda made, cell: made.add("holds", cell.holds), "'holds' uses 'LOCK', a lock of this process"),
     "what an object holds": (lambda made, cell: made.add_instance("x", cell.locked), "The Solver holds 'bias', a lock"),
-    "a lambda": (lambda made, cell: made.add("unnamed", cell.unnamed), "A lambda has no name to be found by. Write it as def"),
+    "a lambda": (
+        lambda made, cell: made.add("unnamed", cell.unnamed),
+        "Workers cannot import a lambda: it has no name. Write it as def",
+    ),
 }
 
 
@@ -172,13 +175,13 @@ def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, 
     monkeypatch.syspath_prepend(str(tmp_path))
     import hidden_rewards  # type: ignore[import-not-found]
 
-    with pytest.raises(ConfigError, match="Put its folder on PYTHONPATH"):
+    with pytest.raises(ConfigError, match="Add its folder to PYTHONPATH"):
         path_of(hidden_rewards.right, "reward", settings(), True)
 
 
 def test_a_source_that_is_gone_is_said_to_be(cell: Any) -> None:
     linecache.cache["<ipython-input-1-abc>"] = (0, None, [], "<ipython-input-1-abc>")
-    with pytest.raises(ConfigError, match=r"The source of 'even' is not known here\. Write it"):
+    with pytest.raises(ConfigError, match=r"The source of 'even' is not available\. Move it"):
         Captured(HERE).add("even", cell.even)
 
 
@@ -207,7 +210,7 @@ def test_what_can_be_imported_is_named_and_what_cannot_is_written_by_its_content
     assert first == second
     assert len(list((where.root / "code").iterdir())) == 1
     assert find("agents", first)(4) is True
-    with pytest.raises(ConfigError, match="Workers on other machines do not find 'even'"):
+    with pytest.raises(ConfigError, match="Workers on other machines cannot import 'even'"):
         path_of(cell.even, "x", where, False)
 
 

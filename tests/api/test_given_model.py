@@ -63,11 +63,11 @@ class Quantised(Adapted):
 @pytest.mark.parametrize(
     ("make_arguments", "why"),
     [
-        (lambda: (torch.nn.Linear(2, 2), tokenizer()), "is no transformers model"),
-        (lambda: (Adapted(), tokenizer()), "carries adapters"),
+        (lambda: (torch.nn.Linear(2, 2), tokenizer()), "is not a transformers model"),
+        (lambda: (Adapted(), tokenizer()), "has adapters"),
         (lambda: (Quantised(), tokenizer()), "is quantised"),
-        (lambda: (model(), None), "comes with its tokenizer"),
-        (lambda: (7, tokenizer()), "is no transformers model"),
+        (lambda: (model(), None), "needs its tokenizer"),
+        (lambda: (7, tokenizer()), "is not a transformers model"),
     ],
 )
 def test_what_cannot_be_saved_whole_is_refused_with_the_way_to_go(

@@ -191,5 +191,5 @@ def test_a_name_of_another_framework_is_refused_with_the_way_to_go() -> None:
         agentrl.Trainer(zzz=1)
     with pytest.raises(AttributeError, match=r"has no attribute 'Trainerr'$"):
         agentrl.Trainerr  # noqa: B018
-    with pytest.raises(agentrl.AgentRLError, match="rows, beside a train_dataset"):
+    with pytest.raises(agentrl.AgentRLError, match="is rows, but train_dataset"):
         agentrl.Trainer().fit(TASKS, TASKS)

@@ -206,7 +206,7 @@ def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path:
     assert (notes.read_text(), empty.stat().st_size) == ("x", 0)
     assert [dump(foreign), dump(newer)] == before
     for other in (7, b"x"):
-        with pytest.raises(ConfigError, match="A store is a folder, a file or a URL"):
+        with pytest.raises(ConfigError, match="A store must be a folder, a file or a URL"):
             agentrl.open(other)  # type: ignore[arg-type]
 
 

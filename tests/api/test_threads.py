@@ -181,7 +181,7 @@ def test_what_threads_cannot_do_is_refused_and_what_lived_in_another_process_is_
     made = trainer(model, store=tmp_path / "runs")
 
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> None:
-        with pytest.raises(StateError, match="trains in threads of this process already"):
+        with pytest.raises(StateError, match="is training in threads of this process"):
             trainer(model, store=tmp_path / "other").fit("arithmetic", ROWS)
         ask(llm, task.messages)
 
@@ -335,7 +335,7 @@ def test_ctrl_c_pauses_and_another_process_goes_on_in_threads_or_in_processes(
         script.send_signal(signal.SIGINT)
         said = script.stdout.read()
     assert script.returncode
-    assert "long is paused, nothing is lost. Go on: Trainer.attach('long', strategy='threads').fit()" in said
+    assert "long is paused, and nothing is lost. Continue: Trainer.attach('long', strategy='threads').fit()" in said
     assert agentrl.open(short_folder / "home").run("long").status == "paused"
     assert in_folder(short_folder, "script.py", model, "long", strategy).stdout.splitlines()[-1] == "done 12"
     in_folder(short_folder, "-P", "-m", "agentrl.cli", "down")

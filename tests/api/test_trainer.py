@@ -145,9 +145,9 @@ def test_an_env_as_the_agent_is_the_built_in_loop_in_that_env(given: Any, path: 
 
 
 def test_an_env_that_is_none_or_one_too_many_is_refused() -> None:
-    with pytest.raises(ConfigError, match="env= names one too"):
+    with pytest.raises(ConfigError, match="both pass an env"):
         agentrl.Trainer(env="math").config(agent=guess)
-    with pytest.raises(ConfigError, match="'Needy' cannot be made without arguments: TypeError"):
+    with pytest.raises(ConfigError, match="'Needy' without arguments: TypeError"):
         agentrl.Trainer().config(agent=Needy)
     with pytest.raises(ConfigError, match=r"No env is called 'arithmetics'\. Did you mean 'arithmetic'"):
         agentrl.Trainer(agent="arithmetics").config()
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
     "an option of two sections": ({"warmup": 2}, ConfigError, "'warmup' is several: update.warmup, critic.warmup. Write it"),
     "a strategy": ({"strategy": "threds"}, ConfigError, "no strategy 'threds'"),
     "a cluster without a broker": ({"strategy": "cluster"}, ConfigError, "none is named. Set AGENTRL_BROKER_URL"),
-    "runners": ({"n_runners": 0}, ConfigError, "n_runners is a whole number"),
+    "runners": ({"n_runners": 0}, ConfigError, "n_runners must be an integer"),
     "a store": ({"store": 7}, ConfigError, "not 7"),
     "a store in memory": ({"store": ":memory:"}, ConfigError, "agentrl.InMemoryStore"),
     "a blank store": ({"store": "  "}, ConfigError, "not '  '"),
@@ -169,8 +169,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
         "'rollout.group_sise'. Did you mean 'rollout.group_size'",
     ),
     "a section": ({"rollout": 3}, ConfigError, "'rollout' is a section of options, not 3. Write rollout={"),
-    "an object for a value": ({"group_size": object()}, ConfigError, "The option 'rollout.group_size' cannot be <object"),
-    "a config": ({"config": {"seed": 1}}, ConfigError, "config= names a YAML file, and is no dict. Pass keys as options"),
+    "an object for a value": ({"group_size": object()}, ConfigError, "Ambiguous option 'rollout.group_size' cannot be <object"),
+    "a config": (
+        {"config": {"seed": 1}},
+        ConfigError,
+        "config= must be the path of a YAML file, not a dict. Pass keys as options",
+    ),
 }
 
 
@@ -184,7 +188,7 @@ def test_what_is_no_option_is_refused_with_the_nearest(name: str) -> None:
 
 
 NO_ROWS: dict[str, tuple[Any, str]] = {
-    "nothing": ([], "has no row"),
+    "nothing": ([], "is empty"),
     "a number": (7, "not 'int'"),
     "splits": ({"train": ROWS, "test": ROWS}, "of which it has several: train, test"),
     "a text for a row": (["What is 2?"], "Row 0 is a str"),
@@ -296,7 +300,7 @@ def test_a_run_that_is_stored_is_taken_up_and_is_as_it_was_submitted(own_databas
     start(own_database, submission("stored"))
     trainer = agentrl.Trainer.attach("stored")
     assert trainer.run is not None
-    with pytest.raises(ConfigError, match="A run that goes on is as it was submitted"):
+    with pytest.raises(ConfigError, match="options of a submitted run cannot change"):
         trainer.fit(train_dataset=ROWS)
     planning.stop(own_database, "stored", "cancelled", "by hand")
     with pytest.raises(StateError, match="stored was cancelled"):
@@ -425,7 +429,7 @@ def test_ctrl_c_pauses_a_run_and_another_process_goes_on_with_it(short_folder: P
         script.send_signal(signal.SIGINT)
         said = script.stdout.read()
     assert script.returncode
-    assert "long is paused, nothing is lost. Go on: Trainer.attach('long').fit()" in said
+    assert "long is paused, and nothing is lost. Continue: Trainer.attach('long').fit()" in said
     assert agentrl.open(short_folder / "home").run("long").status == "paused"
     assert in_folder(short_folder, *command[1:3], str(model), "long").stdout.splitlines()[-1] == "done 40"
     in_folder(short_folder, "-P", "-m", "agentrl.cli", "down")

@@ -367,7 +367,7 @@ def test_new_runs_keep_their_checkpoints_where_the_settings_say(
     assert place(config) == f"file://{tmp_path}/chosen"
     (tmp_path / "file").touch()
     for refused in (f"file://{tmp_path}/file", "/proc/checkpoints"):
-        with pytest.raises(ConfigError, match="No checkpoint can be written"):
+        with pytest.raises(ConfigError, match="Cannot write checkpoints"):
             place(config.model_copy(update={"output_dir": refused}))
     monkeypatch.setenv("AGENTRL_CHECKPOINTS", "s3://")
     settings.cache_clear()

@@ -103,7 +103,7 @@ def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pyt
 
 def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "fork", outside, "--step", "1", code=6)
-    assert "was made by the agent 'my_agent:solve': it cannot be forked yet." in said
+    assert "cannot be forked: the agent 'my_agent:solve' made it." in said
     assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
 
 
@@ -122,7 +122,7 @@ def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_sa
     said = agentrl(capsys, *words, *agent, code=4)
     for role in ("rollout", "agents", "endpoint"):
         assert said.count(f"Start one: agentrl worker {role}\n") == 1
-    assert "is your own code, and runs without a sandbox" in said
+    assert "is your own code and runs without a sandbox" in said
     plain = agentrl(capsys, *words, code=4)
     assert "worker rollout" in plain
     assert "worker agents" not in plain

@@ -248,7 +248,7 @@ def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
         assert main(["submit", *flags, *(word for section in never for word in ("-s", f"{section}.warmup={length}"))]) == 0
         said = capsys.readouterr().err
         for section, what in never.items():
-            remark = f"{section}.warmup={length} is no shorter than the run (iterations: 2): {what}"
+            remark = f"{section}.warmup={length} is not shorter than the run (iterations: 2): {what}"
             assert (remark in said) == remarked
         assert ("warmup" in said) == remarked
 

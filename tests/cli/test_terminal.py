@@ -273,7 +273,7 @@ def test_a_stack_that_does_not_come_up_leaves_a_run_that_says_why_and_what_to_ty
     told = agentrl(capsys, "submit", "--dataset", "arithmetic", "--model", str(model), "--name", "stuck", code=4)
     assert "agentrl logs supervisor, then: agentrl resume stuck" in told
     (run,) = json.loads(agentrl(capsys, "runs", "--json"))  # noqa: F811
-    assert (run["run"], run["status"], run["reason"]) == ("stuck", "failed", "The embedded stack does not start.")
+    assert (run["run"], run["status"], run["reason"]) == ("stuck", "failed", "The embedded stack did not start.")
     assert main(["logs", "supervisor"]) == 0
     assert "/bin/false does not start" in capsys.readouterr().out
     process_database().close()

@@ -338,5 +338,5 @@ def test_what_anybody_can_write_to_the_broker_does_nothing_and_the_workers_live_
     for role in QUEUES:
         assert "Refusing to deserialize" in said[role]
         assert "Received unregistered task" in said[role]
-        assert "where a row's id belongs" in said[role]
-        assert "sent no valid message, or it could not be taken" in said[role]
+        assert "row id must be a number" in said[role]
+        assert "sent an invalid message, or it could not be accepted" in said[role]

@@ -353,7 +353,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     assert run["status"] == "failed"
     assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
     assert f"The checkpoint '{first}' is not whole: model.safetensors was altered" in run["reason"]
-    assert "the last whole version is 1." in run["reason"]
+    assert "the last intact version is 1." in run["reason"]
     assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
     assert events(worker, "checkpoint_rebuilt") == []
     assert value(worker, "SELECT count(*) FROM episodes WHERE status = 'planned'") == 8
@@ -385,7 +385,7 @@ def test_weights_that_another_run_made_are_not_made_again(worker: Database, mode
         tx.execute(text("DELETE FROM policies WHERE version = 1"))
     planning.resume(worker, RUN)
     do_jobs()
-    assert "cannot be made again (it came from another run); no version before it is whole." in value(
+    assert "cannot be made again (it was copied from another run); no earlier version is intact." in value(
         worker, "SELECT reason FROM runs"
     )
 
@@ -452,10 +452,10 @@ def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(dat
     of_the_model: list[dict[str, Any]] = [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}]
     for algorithm in of_the_model:
         check(1e-3, **algorithm)
-        with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+        with pytest.raises(CheckpointError, match="the recomputed advantages differ from the recorded ones"):
             check(0.0, without=1, **algorithm)
     check(1e-7)
-    with pytest.raises(CheckpointError, match="the advantages are not the recorded ones"):
+    with pytest.raises(CheckpointError, match="the recomputed advantages differ from the recorded ones"):
         check(1e-5)
 
 

@@ -54,7 +54,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 def test_without_actions_nothing_is_done_and_what_to_type_is_said(trained: Database) -> None:
     ((status, said),) = post(application(store(trained)), ("tag", {"run": 1, "text": "good"}))
-    assert (status, said["error"]) == (403, "This page only reads.")
+    assert (status, said["error"]) == (403, "This page is read-only.")
     assert "--actions" in said["hint"]
     assert label_rows.list_tags(trained, "1") == []
 

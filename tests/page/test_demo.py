@@ -109,5 +109,5 @@ def test_a_demo_of_an_older_revision_is_upgraded(opened: Settings, tmp_path: Pat
 
 def test_an_installation_without_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "DATA", tmp_path)
-    with pytest.raises(NotFoundError, match="came without the demo"):
+    with pytest.raises(NotFoundError, match="does not contain the demo"):
         demo.open_demo()

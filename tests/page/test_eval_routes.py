@@ -87,7 +87,7 @@ def test_a_comparison_says_what_else_may_explain_the_difference(database: Databa
     measured(database, "two", 1.0, 0.5, 0.5, config=config, code_hash="changed")
     remarks = PageOver(database).read("/api/compare", a=1, b=2)["remarks"]
     assert remarks == [
-        "A has 2 tasks and B 3, of which 2 are the same: only those are compared.",
+        "A has 2 tasks and B 3, of which 2 are in both: only those are compared.",
         "They were sampled differently (rollout.temperature 1 and 0.5), which may explain the difference.",
         "Their rewards were computed by different code, which may explain the difference.",
     ]
@@ -108,7 +108,7 @@ def test_a_task_without_a_done_episode_is_left_out_of_the_means_and_said(databas
     found = PageOver(database).read("/api/compare", a=1, b=2)
     assert found["measures"]["tied"] == 1
     assert {task["difference"] for task in found["tasks"]} == {0.0, None}
-    assert found["remarks"] == ["1 tasks without a done episode on one side are left out."]
+    assert found["remarks"] == ["1 tasks are left out: one side has no done episode."]
 
 
 def test_one_task_has_a_difference_and_no_interval(database: Database) -> None:

@@ -145,7 +145,7 @@ def test_a_full_file_holds_the_named_the_best_the_worst_and_the_last_episode_and
     assert out.stat().st_size <= limit
     file = recorded(out)
     assert file["left_out"] == said
-    assert re.fullmatch(r"Left out, to stay below 2 MB: .*[\d,]+ of [\d,]+ episodes\.", said)
+    assert re.fullmatch(r"Left out to stay below 2 MB: .*[\d,]+ of [\d,]+ episodes\.", said)
     taken = {int(path.split("/")[2]) for path in file["answers"] if re.fullmatch(r"api/episodes/\d+", path)}
     assert {named, last} <= taken
     assert values(database, f"SELECT max(reward) FROM episodes WHERE id IN ({', '.join(map(str, taken))})") == values(
@@ -174,7 +174,7 @@ def test_only_a_file_is_written_and_a_link_to_one_followed(trained: Database, tm
     nul = tmp_path / "nul"
     nul.symlink_to("/dev/null")
     for place in (tmp_path, tmp_path / "none" / "run.html", pipe, circle, nul, tmp_path / f"{'x' * 300}.html"):
-        with pytest.raises(ConfigError, match="No file can be written"):
+        with pytest.raises(ConfigError, match="Cannot write"):
             export.write_export(store(trained), "first", place, [], LIMIT, force=True)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     (tmp_path / "link.html").symlink_to("real.html")
@@ -206,7 +206,7 @@ def test_what_is_not_there_or_does_not_fit_is_said_in_a_sentence(trained: Databa
         ("first", [999], LIMIT, NotFoundError, "There is no episode 999"),
         ("first", [2**70], LIMIT, NotFoundError, "There is no episode"),
         ("first", [of_third], LIMIT, ConfigError, "is of run 3"),
-        ("first", [], 1000, ConfigError, "curves and lists alone are"),
+        ("first", [], 1000, ConfigError, "curves and lists alone need"),
     ):
         with pytest.raises(error, match=said):
             export.write_export(store(trained), run, out, episodes, limit)
@@ -222,7 +222,7 @@ def test_a_busy_store_is_asked_again_and_then_given_up(
     def sometimes(self: ReadOnlyStore, query: Any) -> Any:
         left[0] -= 1
         if left[0] in (1, 0):
-            raise Busy("The store cannot be read just now: locked.")
+            raise Busy("The store cannot be read now: locked.")
         return ask(self, query)
 
     monkeypatch.setattr(ReadOnlyStore, "ask", sometimes)
@@ -234,7 +234,7 @@ def test_a_busy_store_is_asked_again_and_then_given_up(
     def never(self: ReadOnlyStore, query: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
-            raise Busy("The store cannot be read just now: locked.")
+            raise Busy("The store cannot be read now: locked.")
         return ask(self, query)
 
     monkeypatch.setattr(ReadOnlyStore, "ask", never)

@@ -77,7 +77,7 @@ def test_a_store_that_was_copied_without_its_index_where_none_can_be_made_says_w
     played(sqlite)
     copy_into(theirs, sqlite, "", "-wal")
     done = run_there(theirs, "ui", "--export", "first", "--out", str(theirs.parent / "first.html"))
-    assert (done.returncode, "copy the store, with its files -wal and -shm" in done.stderr) == (4, True), done.stderr
+    assert (done.returncode, "copy the store with its -wal and -shm files" in done.stderr) == (4, True), done.stderr
 
 
 def reader_of(postgres: Database) -> str:

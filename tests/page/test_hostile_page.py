@@ -307,7 +307,7 @@ def test_no_store_and_stores_of_other_revisions_are_refused_with_what_to_type(tm
         tx.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     ended = command(tmp_path / "new", "ui", "--no-browser", "--port", "0")
     assert ended.returncode == ServiceError.exit_code, ended.stdout
-    assert "A newer agentrl made this store" in ended.stdout
+    assert "A newer agentrl wrote this store" in ended.stdout
     assert "Traceback" not in ended.stdout
 
 

@@ -243,7 +243,7 @@ def test_all_who_listen_to_a_run_share_one_look_and_one_reading(
     assert looks == []  # nobody listens, nobody looks
 
 
-@pytest.mark.parametrize("error", [Busy("The store cannot be read just now: locked."), KeyError("a mistake of ours")])
+@pytest.mark.parametrize("error", [Busy("The store cannot be read now: locked."), KeyError("a mistake of ours")])
 def test_a_look_that_fails_is_told_and_the_next_one_tries_again(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -272,7 +272,7 @@ def test_a_reading_that_fails_is_told_and_the_next_one_tries_again(
     changes = live._changes
 
     def busy(*_: Any) -> None:
-        raise Busy("The store cannot be read just now: locked.")
+        raise Busy("The store cannot be read now: locked.")
 
     monkeypatch.setattr(live, "_changes", busy)
     commit(database, work)

@@ -162,7 +162,7 @@ def test_a_critic_whose_answers_are_no_edits_is_told_of(stack: Stack, critic: Sc
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no critic": ({"search": {}}, "apo asks a critic, and none is named"),
-    "no text": ({"resources": {}}, "There is no text to improve: the agent is given none"),
+    "no text": ({"resources": {}}, "No prompt to improve: the agent has no prompt"),
     "a text that nobody reads": (
         {"agent": {}, "resources": {"tone": "Kind."}},
         "resources.tone does nothing: without an agent",

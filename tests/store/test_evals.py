@@ -588,8 +588,8 @@ def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(
     assert not any(line.startswith("  B - A  ") for line in lines)
     assert "  B - A of accuracy  0.1667  95% Student [-0.5504, 0.8838]  p 1 (exact)" in lines
     assert remarks(capsys, "one", "other") == [
-        "Their rewards differ (A numeric_answer x 1, format x 0.5; B numeric_answer x 5, brevity x 0.5): "
-        "their means are not compared; accuracy is."
+        "Means are not compared: the rewards differ (A numeric_answer x 1, format x 0.5; B numeric_answer x 5, brevity x 0.5); "
+        "accuracy is."
     ]
     document = json.loads(said(capsys, "one", "other", "--json"))
     assert (document["rewards_differ"], document["difference"], document["p_value"]) == (True, None, None)
@@ -602,9 +602,7 @@ def test_accuracies_that_different_parts_tell_are_not_compared(here: Database, c
     evaluation(here, "other", 1.0, 1.0, base="other", weights={"numeric_answer": 1.0, "format": 2.0}, code_hash="new")
     document = json.loads(said(capsys, "one", "other", "--json"))
     assert (document["accuracy"], document["difference"]) == (None, None)
-    assert remarks(capsys, "one", "other")[-1] == (
-        "Different parts of the rewards say what is right: their accuracies are not compared."
-    )
+    assert remarks(capsys, "one", "other")[-1] == ("Accuracies are not compared: they come from different reward parts.")
 
 
 def test_only_of_the_same_rewards_other_code_is_told(here: Database, capsys: pytest.CaptureFixture[str]) -> None:

@@ -484,7 +484,7 @@ def test_a_caller_who_opens_too_many_sessions_is_told_and_the_others_go_on(loopb
         names = [opened(client) for _ in range(64)]
         refused = client.post("/sessions")
         assert refused.status_code == 429
-        assert refused.json()["detail"].startswith("64 sessions are open, the most that may be.")
+        assert refused.json()["detail"].startswith("64 sessions are open, which is the limit.")
         assert {client.delete(f"/sessions/{name}").status_code for name in names} == {204}
         assert client.delete(f"/sessions/{opened(client)}").status_code == 204
 
@@ -501,7 +501,7 @@ def refuses(server: Server) -> bool:
 @pytest.mark.parametrize(
     ("options", "token", "code", "said"),
     [
-        ([], "", 2, "No tool is named."),
+        ([], "", 2, "No tools to serve."),
         (["--env", "qa"], "", 2, "The env 'qa' has no tool."),
         (["--tools", "calculato"], "", 2, "Did you mean 'calculator'?"),
         (["--tools", "fetch"], "", 2, "The tool fetch is off"),
@@ -509,8 +509,8 @@ def refuses(server: Server) -> bool:
         (["--tools", "echo", "--host", "::"], "", 2, "Set AGENTRL_TOOLS_TOKEN."),
         (["--tools", "echo"], "two words", 2, "AGENTRL_TOOLS_TOKEN has characters"),
         (["--tools", "echo", "--socket", "x", "--port", "1"], "", 2, "exclude each other"),
-        (["--tools", "echo", "--socket", "x" * 200], "", 4, "cannot be served at"),
-        (["--tools", "echo", "--host", "no.such.host.invalid"], "", 4, "cannot be served at"),
+        (["--tools", "echo", "--socket", "x" * 200], "", 4, "annot serve tools at"),
+        (["--tools", "echo", "--host", "no.such.host.invalid"], "", 4, "annot serve tools at"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_listens(

@@ -290,7 +290,7 @@ def test_rescoring_by_a_reward_that_raises_says_in_one_line_why_and_that_its_fil
     assert main(["rescore", "mine", "--reward", f"{HERE}:of_two_lines"]) == RewardError.exit_code
     said, hint = capsys.readouterr().err.splitlines()
     assert said.endswith(f"Episode 1: reward '{HERE}:of_two_lines' raised ValueError: no idea at all")
-    assert "its own file" in hint
+    assert "in its file" in hint
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_a_text_that_the_engine_cannot_end_a_turn_at_is_refused(db: Database, se
         refused = ask(stage, run_agent(db, 1), [QUESTION], stop=["stop here"])
         assert (refused.status, refused.code) == (400, "unsupported_parameter")
         assert refused.document["error"]["param"] == "stop"
-        assert refused.document["error"]["message"] == "The engine 'llamacpp' cannot end a turn at a text."
+        assert refused.document["error"]["message"] == "The engine 'llamacpp' does not support stop strings."
 
 
 @ENGINES

@@ -172,7 +172,7 @@ def test_a_misspelt_function_or_module_gets_the_nearest_one(tmp_path: Path, monk
 def test_tasks_that_say_nothing_and_envs_that_answer_by_themselves_are_refused() -> None:
     with pytest.raises(DatasetError, match="1 of 2 tasks of 'gsm8k' have no messages, the first is 't/1'"):
         settled(f"{HERE}:solve", (SAID, Task("t/1", (), "1")))
-    with pytest.raises(ConfigError, match="says itself what comes after a turn"):
+    with pytest.raises(ConfigError, match="decides what follows a turn"):
         settled(f"{HERE}:solve", env=f"{HERE}:chatty")
 
 
@@ -192,8 +192,8 @@ def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run(
         return "\n".join(remark_on_agent(Experiment(build({"env": "arithmetic", **config}))))
 
     function = told(**{"agent.name": f"{HERE}:solve"})
-    assert "is your own code, and runs without a sandbox, with your rights." in function
-    assert "begins anew: what its own tools do outside happens again" in function
+    assert "is your own code and runs without a sandbox, with your rights." in function
+    assert "starts again, and so do the side effects of its tools" in function
     assert "The tools of the env 'arithmetic' are not offered" in function
     assert "sandbox" not in told(**{"agent.name": "cmd:sh"})
     assert "program runs without a sandbox" in told(**{"agent.name": "cmd:sh", "agent.unsafe": True})

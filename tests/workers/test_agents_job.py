@@ -35,7 +35,7 @@ def test_an_agent_that_loses_who_watches_it_begins_anew_so_often_and_no_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any) -> None:
-        raise InfraError("The process that watched the agent is gone.")
+        raise InfraError("The agent's supervisor process is gone.")
 
     monkeypatch.setattr(processes, "run", lost)
     for attempt in range(5):

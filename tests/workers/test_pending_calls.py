@@ -71,7 +71,7 @@ def test_of_calls_that_seem_lost_only_those_without_a_result_are_sent_again(
     waiting.calls.take_answered({1, 2})
     waiting.calls.send_overdue()
     assert sent() == [second, *others]
-    assert all("sent once and not answered. Is a tools worker running?" in told for told in waiting.told)
+    assert all("sent once without an answer. Is a tools worker running?" in told for told in waiting.told)
 
 
 @pytest.mark.parametrize(("reason", "error"), [("It has no calculator.", ServiceError), ("", InfraError)])

@@ -151,7 +151,7 @@ def test_second_process_leaves_a_report_to_the_first(own_database: Database) -> 
     assert not (settings().trackers_dir / "first.jsonl").exists()
     assert events(own_database) == []
     done = agentrl("report", "first", "--to", LINES)
-    assert f"Another process writes {LINES}." in done.stderr
+    assert f"Another process is writing {LINES}." in done.stderr
 
 
 def test_processes_follow_a_run_and_end_with_it(own_database: Database, faults: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_submission_refuses_a_tracker_that_does_not_exist(home: Path) -> None:
 def test_submission_remarks_on_a_tracker_without_its_package() -> None:
     lacking = "tests.support.line_tracker:lacking_tracker"
     (remark,) = remark_on_trackers(build({"report.to": [LINES, lacking]}))
-    assert remark.startswith("no_such_package is not installed here. Where the control loop runs, it needs: pip install ")
+    assert remark.startswith("no_such_package is not installed here. The control loop's machine needs: pip install ")
 
 
 def agentrl(*words: str) -> "subprocess.CompletedProcess[str]":

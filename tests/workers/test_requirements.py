@@ -83,7 +83,7 @@ def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_el
     assert requirements.list_lacks(question, ["rollout", "train"]) == []
     (said,) = requirements.list_lacks(question, ["tools"])
     assert "no collection is named" in said
-    assert "It was started without AGENTRL_SEARCH." in said
+    assert "The worker was started without AGENTRL_SEARCH." in said
 
 
 def test_another_value_is_named_and_never_travels(
@@ -121,7 +121,7 @@ def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path:
     [
         ({"base": "/nowhere/model"}, "rollout", "There is no folder '/nowhere/model' here"),
         ({"base": "/nowhere/model"}, "train", "There is no folder '/nowhere/model' here"),
-        ({"output_dir": "/proc/runs"}, "train", "takes no file"),
+        ({"output_dir": "/proc/runs"}, "train", "cannot write to"),
         ({"version": "0.0.0"}, "tools", "is agentrl"),
         ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "leads to no object"),
     ],
@@ -418,7 +418,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
     claim(stack.database, held, lease=3600)
     refused = command(stack, tmp_path, *words, "--env", "qa", "--tools", "search", AGENTRL_SEARCH=str(texts))
     assert refused.returncode == 11, refused.stderr + stack.logs()
-    for said in ("It was started without AGENTRL_SEARCH.", "elsewhere", "agentrl down"):
+    for said in ("The worker was started without AGENTRL_SEARCH.", "elsewhere", "agentrl down"):
         assert said in refused.stderr
     assert str(texts) not in refused.stderr, "values are nobody's business"
     assert embedded.find_supervisor(stack.settings) == first

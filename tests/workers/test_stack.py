@@ -194,12 +194,12 @@ def test_the_socket_folder_of_a_long_path_must_be_ones_own(tmp_path: Path, monke
     folder.mkdir(mode=0o700)
     assert broker.socket_path(where).parent == folder
     folder.chmod(0o755)
-    with pytest.raises(ServiceError, match="not a folder of yours alone"):
+    with pytest.raises(ServiceError, match="must belong to you and be private"):
         broker.socket_path(where)
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ServiceError, match="not a folder of yours alone"):
+    with pytest.raises(ServiceError, match="must belong to you and be private"):
         broker.socket_path(where)
 
 
@@ -260,7 +260,7 @@ def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_se
     make_app(redis_server).send_task("agentrl.rollout", [[1, 2]])
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
-    assert "this worker stops" not in done.stderr
+    assert "this worker is stopping" not in done.stderr
     with broker.connect_redis(redis_server) as connection:
         assert connection.llen("agentrl.rollout") == 1
 

@@ -477,7 +477,7 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
     with pytest.raises(InfraError, match="sent 6 times and not answered"):
         driver.poll_calls()
     first = values(sqlite, "SELECT detail FROM events WHERE kind = 'waiting' ORDER BY id")[0]
-    assert "sent once and not answered. Is a tools worker running?" in first, "said with the first call that is overdue"
+    assert "sent once without an answer. Is a tools worker running?" in first, "said with the first call that is overdue"
 
 
 def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,4 +617,4 @@ def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog
     with broker.connect_redis(redis_server) as connection:
         connection.rpush(replies.address, 7)
     assert heard.wait(30)
-    assert "no call's id" in caplog.text
+    assert "invalid call id" in caplog.text

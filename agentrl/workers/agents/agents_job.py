@@ -42,7 +42,7 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
     """Runs the agent of that attempt, unless it is over or another worker has it."""
     episode = row_id(episode)
     if type(attempt) is not int or not 0 <= attempt < 2**31:
-        raise ConfigError(f"A job came with {attempt!r:.100} where an attempt's number belongs.")
+        raise ConfigError(f"The job's attempt must be a number, not {attempt!r:.100}.")
     url, emit_key, claim = _endpoint_url(), keys.new_emit_key(), claim_name()
     key = keys.sampling_key(emit_key)
     lease = settings().lease_seconds
@@ -77,7 +77,7 @@ def _endpoint_url() -> str:
         if url is not None:
             return url
         if stopping.wait(0.2) or time.monotonic() > deadline:
-            raise ServiceError("No endpoint runs, which agents call.", "Start one: agentrl worker endpoint")
+            raise ServiceError("No endpoint is running for the agents to call.", "Start one: agentrl worker endpoint")
 
 
 def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentEnd | None:

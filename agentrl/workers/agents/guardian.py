@@ -173,7 +173,7 @@ class _Watch:
             if ended in ready:
                 return "", ""
             if self.connection in ready:
-                return "stopped", "it was to be stopped"
+                return "stopped", "it was asked to stop"
             now = time.monotonic()
             if now > deadline:
                 return "timeout", f"it ran for more than {self.order.timeout_seconds:g} s (agent.timeout_seconds)"
@@ -226,7 +226,7 @@ class _Watch:
     def _report(self, over: tuple[str, str], status: int) -> Report:
         report = Report(status, *over, output=self._output.text())
         if status == -signal.SIGKILL and not report.error_class:
-            report.error_class, report.error = KILLED, "somebody killed it, or the kernel for want of memory"
+            report.error_class, report.error = KILLED, "it was killed, by a user or by the kernel (out of memory)"
         if report.error_class:
             report.error = add_last_lines(report.error, report.output)
             return report

@@ -52,7 +52,7 @@ class KeptOutput:
         # A key that the cut split was not replaced. What is left of it is shorter than the margin, which is removed here.
         head = self._shown(self._head)[: -self._margin or None]
         tail = self._shown(self._tail)[self._margin :]
-        return f"{head}\n[{self.size - HEAD_BYTES - TAIL_BYTES} bytes are left out]\n{tail}"
+        return f"{head}\n[{self.size - HEAD_BYTES - TAIL_BYTES} bytes left out]\n{tail}"
 
     @property
     def _margin(self) -> int:

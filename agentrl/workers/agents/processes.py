@@ -237,9 +237,9 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | Non
             while not is_stopped():
                 with suppress(TimeoutError):
                     if not guardian.recv(1, socket.MSG_PEEK):
-                        raise InfraError("The process that watched the agent is gone.")
+                        raise InfraError("The agent's supervisor process is gone.")
                     guardian.settimeout(None)
                     return Report(**receive(guardian))
         except OSError as error:
-            raise InfraError(f"The process that watched the agent is gone: {error}.") from error
+            raise InfraError(f"The agent's supervisor process is gone: {error}.") from error
     return None

@@ -74,7 +74,7 @@ def judge_end(episode: Episode, end: AgentEnd) -> StopReason | Outcome:
     """Return why the episode stopped, or, if no sampled turn was delivered, how it failed."""
     last = episode.last_turn
     if last is None:
-        said = end.error or "The agent ended without one answered call of the model."
+        said = end.error or "The agent ended without a completed model call."
         return Outcome(episode.id, "failed", error_class="AgentError", error=said)
     if end.error_class:
         return "timeout" if end.error_class == TIMEOUT else "agent_error"
@@ -227,9 +227,9 @@ class AgentRollout:
             or conversation.attempt != call.attempt
             or call.episode not in self.recorder.episodes
         ):
-            raise RequestError(409, "This episode is over, or another attempt of it is on.", code="episode_over")
+            raise RequestError(409, "This episode has ended, or has a newer attempt.", code="episode_over")
         if conversation.is_other(call):
-            said = "This Idempotency-Key came with another body before."
+            said = "This Idempotency-Key was used before with another body."
             raise RequestError(422, said, code="idempotency_key_reused")
         flying = conversation.in_flight(call)
         if flying is not None:
@@ -260,7 +260,7 @@ class AgentRollout:
             raise too_long(self.max_context, len(draft.context))
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
             self._drop(call.episode)
-            raise RequestError(409, "This episode is over.", code="episode_over")
+            raise RequestError(409, "This episode has ended.", code="episode_over")
         turn = AgentTurn(call, draft, tuple(self.sampling.draws(conversation, call, draft)), conversation.session(draft))
         conversation.open.append(turn)
         turn.join(call)
@@ -464,11 +464,11 @@ class AgentSampling:
             RequestError: there were too many, or too many are open.
         """
         if conversation.count >= self.agent.max_calls:
-            said = f"This episode has had its {self.agent.max_calls} calls of the model (agent.max_calls)."
+            said = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
             raise RequestError(429, said, code="max_calls")
         most = settings().endpoint_calls if self.is_clients else MOST_OPEN
         if len(conversation.open) >= most:
-            raise RequestError(429, f"{most} calls of this episode are open already.", code="rate_limit_exceeded")
+            raise RequestError(429, f"{most} calls of this episode are open, which is the limit.", code="rate_limit_exceeded")
 
     def check(self, ask: Ask) -> None:
         """Check that the engine can sample such a turn.
@@ -477,10 +477,10 @@ class AgentSampling:
             RequestError: the engine does not know what it asks for.
         """
         if ask.top_logprobs and not self.engine.top_logprobs:
-            said = f"The engine {self.engine.name!r} does not tell the likeliest tokens."
+            said = f"The engine {self.engine.name!r} does not support top_logprobs."
             raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
         if ask.stop and "stop" not in self.engine.options:
-            said = f"The engine {self.engine.name!r} cannot end a turn at a text."
+            said = f"The engine {self.engine.name!r} does not support stop strings."
             raise RequestError(400, said, code="unsupported_parameter", param="stop")
         try:
             engines.check_options(self.engine, self._limits(ask))

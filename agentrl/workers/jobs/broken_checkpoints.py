@@ -33,11 +33,11 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
     try:
         fault = checkpoint_cache.fault_of(policy.path, policy.sha256, part) if policy.path else ""
     except ConfigError as error:
-        log.warning("whether version %d is whole is not known: %s", policy.version, error)
+        log.warning("version %d could not be checked: %s", policy.version, error)
         return None
     if not fault:
         return None
-    log.warning("version %d is broken, and nothing uses it until it is made again: %s", policy.version, fault)
+    log.warning("version %d is broken and not used until it is rebuilt: %s", policy.version, fault)
     return repair.mark_broken(database(), run_id, policy.path, fault)
 
 
@@ -58,7 +58,9 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
     if not credits_alike(experiment.config.algorithm, update.advantages, rebuild.advantages):
-        raise beyond_repair_error(work, rebuild, "its update cannot be repeated: the advantages are not the recorded ones")
+        raise beyond_repair_error(
+            work, rebuild, "its update cannot be repeated: the recomputed advantages differ from the recorded ones"
+        )
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
@@ -68,9 +70,9 @@ def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> C
     whole = next(
         (version for version, path, sha256 in versions if not path or not checkpoint_cache.fault_of(path, sha256)), None
     )
-    found = f"the last whole version is {whole}" if whole is not None else "no version before it is whole"
+    found = f"the last intact version is {whole}" if whole is not None else "no earlier version is intact"
     start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"
     return CheckpointError(
-        f"Version {broken} of {work.run!r} is broken and cannot be made again ({reason}); {found}.",
+        f"Version {broken} of {work.run!r} is broken and cannot be rebuilt ({reason}); {found}.",
         f"Put the files back and type `agentrl resume {work.run}`{start if whole is not None else ''}.",
     )

@@ -53,7 +53,7 @@ def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
 
 def _parts_from_agent(own: Mapping[str, float | Sequence[float]], parts: Mapping[str, Part], steps: int) -> dict[str, Part]:
     if twice := parts.keys() & own.keys():
-        raise RewardError(f"the agent names its reward {min(twice)!r}, and a reward of the run has that name")
+        raise RewardError(f"the agent returned a reward called {min(twice)!r}, which is the name of a reward of the run")
     return check_parts({name: numbers(value) for name, value in own.items()}, steps, "the agent")
 
 

@@ -226,11 +226,11 @@ class Sessions:
             try:
                 self.renew_and_clean()
             except Exception:
-                log.exception("sessions could not be looked after")
+                log.exception("the upkeep of sessions failed")
         try:
             tool_sessions.leave(self._db, self.owner)
         except ServiceError as error:
-            log.warning("others wait for this worker's leases to end: %s", error)
+            log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
         """Renews the leases; closes interpreters that were idle for long, or whose episode is over or leased to others."""

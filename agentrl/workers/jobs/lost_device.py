@@ -35,6 +35,6 @@ def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
         role = "rollout,train" if shared.is_set() else role
         hand_back_claims(database(), worker_name(), role, lost.reason)
     except Exception as away:  # noqa: BLE001 - the leases then end by themselves
-        log.warning("the claims could not be handed back: %s", away)
+        log.warning("the claims could not be released: %s", away)
         os._exit(1)  # the supervisor then records the loss
     os._exit(lost.exit_code)  # at once: destructors of tensors would fail on the device too

@@ -108,7 +108,7 @@ class Models:
         counts = loaded.count_turns() if loaded is not None else {}
         yield Metric(
             "sampler_turns",
-            "Turns that are sampled now, that wait for a slot, and how many may be live.",
+            "Turns: being sampled, waiting for a slot, and the maximum at once.",
             [({"of": name}, count) for name, count in counts.items()],
         )
 
@@ -135,7 +135,7 @@ class Models:
 
     def _replace(self, experiment: Experiment, base: str) -> None:
         if self._loaded is not None:
-            log.info("changing bases: %s leaves", self._key.split("|")[0])
+            log.info("changing base models: unloading %s", self._key.split("|")[0])
             self._loaded.close()
             self._loaded, self._key = None, ""
         log.info("loading %s", base)

@@ -92,8 +92,8 @@ class PendingAgents:
             return
         self._in_vain += 1
         if self._in_vain > RESENDS:
-            raise ServiceError("Agents were sent again and again, and no worker runs them.", _AGENTS_WORKER_HINT)
-        self.report_wait(f"Agents were sent and nobody runs them. {_AGENTS_WORKER_HINT}")
+            raise ServiceError("Agents were sent repeatedly, but no worker runs them.", _AGENTS_WORKER_HINT)
+        self.report_wait(f"Agents were sent, but no worker runs them. {_AGENTS_WORKER_HINT}")
         self._send(late)
 
     def forget(self) -> None:

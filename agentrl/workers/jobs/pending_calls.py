@@ -56,7 +56,7 @@ class _EpisodeCalls:
     def fate(self) -> str:
         """What became of the calls, in words."""
         times = "once" if self.sendings == 1 else f"{self.sendings} times"
-        return f"were sent {times} and not answered."
+        return f"were sent {times} without an answer."
 
 
 @dataclass

@@ -78,7 +78,7 @@ def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
     try:
         for group in groups:
             if stopping.is_set():
-                raise Reject("this worker stops", requeue=True)
+                raise Reject("this worker is stopping", requeue=True)
             work = store.claim_group(database(), group, claim_name(), settings().lease_seconds)
             works += [work] if work is not None else []
     except (ServiceError, Reject):
@@ -118,7 +118,7 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
     except (ConfigError, ModelError, CheckpointError) as error:
         _fail_run(works, error)
     except ServiceError as error:
-        log.warning("%s: no rollout now: %s", works[0].run, error)
+        log.warning("%s: cannot roll out now: %s", works[0].run, error)
         _report_wait(works[0].run_id, error)
         _hand_back_groups(works)
     except Exception as error:
@@ -154,8 +154,8 @@ def _check_code(work: GroupWork, experiment: Experiment) -> None:
     if held in (work.code_hash, ""):
         return
     if _scoring_hash(experiment, anew=True) == work.code_hash:
-        said = f"A file of the rewards of {work.run} has changed since the workers that run read it."
-        raise ConfigError(said, "Let them start again: agentrl down")
+        said = f"A file of the rewards of {work.run} has changed since the running workers read it."
+        raise ConfigError(said, "Restart them: agentrl down")
     store.note_code(database(), work.run_id, held)
 
 
@@ -186,7 +186,7 @@ def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
 
 def _failure_reason(work: GroupWork, error: AgentRLError) -> str:
     if isinstance(error, ConfigError):  # another worker may differ in its modules or its settings
-        return f"The rollout worker {worker_name()} says: {error}"
+        return f"The rollout worker {worker_name()} reports: {error}"
     if work.kind == "train" or not work.policy.path or not isinstance(error, CheckpointError):
         return str(error)
     return f"{error.message} {repair.recovery_hint(database(), work.run, work.policy.path)}"
@@ -196,7 +196,7 @@ def _report_wait(run_id: int, error: ServiceError) -> None:
     try:
         blocked_runs.wait_for(database(), run_id, str(error))
     except ServiceError as away:  # the service that is away is the database itself
-        log.warning("the run's events do not say so: %s", away)
+        log.warning("no event was written: %s", away)
 
 
 def _fetch_weights(works: Sequence[GroupWork]) -> None:
@@ -243,7 +243,7 @@ def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
     except (ConfigError, ModelError, CheckpointError, DeviceLost):
         raise
     except ServiceError as error:  # the database or the broker was away for long: this costs the group no attempt
-        log.warning("group %d is handed back: %s", driver.work.fence.group, error)
+        log.warning("group %d is released: %s", driver.work.fence.group, error)
         driver.lose()
         _report_wait(driver.work.run_id, error)
         _hand_back_groups([driver.work])

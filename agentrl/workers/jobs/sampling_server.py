@@ -103,7 +103,7 @@ class SamplingServer:
         if held is None:
             raise _not_here()
         if held[0] != attempt:
-            raise RequestError(409, "Another attempt of this episode is on.", code="episode_over")
+            raise RequestError(409, "This episode has a newer attempt.", code="episode_over")
         return episode, attempt, held[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +120,7 @@ class SamplingServer:
             await exchange.refuse(RequestError(503, "The sampler cannot answer now.", code="unavailable"))
         except Exception as error:  # noqa: BLE001 - no traceback: its values might show a key
             log.error("a request failed: %s in %s", type(error).__name__, locate_error(error))
-            await exchange.refuse(RequestError(500, "The sampler failed; its log says where.", code="internal_error"))
+            await exchange.refuse(RequestError(500, "The sampler failed; the reason is in its log.", code="internal_error"))
 
     async def _serve(self, exchange: "Exchange") -> None:
         match exchange.scope["method"], exchange.scope["path"]:
@@ -132,7 +132,7 @@ class SamplingServer:
                 _, _, holder = await self.find(exchange.key())
                 await exchange.answer(200, chat_completions.models(holder.model))
             case _:
-                raise RequestError(404, "There is no such route here.", code="not_found")
+                raise RequestError(404, "Unknown route.", code="not_found")
 
     async def _sample(self, exchange: "Exchange") -> None:
         """Has a turn sampled, and writes it."""
@@ -163,9 +163,9 @@ class SamplingServer:
             if reply.done():
                 await reply
         except TimeoutError:
-            log.info("a client of episode %d does not read", episode)
+            log.info("a client of episode %d has stopped reading", episode)
         except _BrokenOff as error:
-            log.info("a reply of episode %d is broken off: %s", episode, error)
+            log.info("a response of episode %d is cut off: %s", episode, error)
         finally:
             if not (reply.done() and not reply.cancelled() and reply.exception() is None):
                 holder.left(call)
@@ -189,7 +189,7 @@ class SamplingServer:
 def _read_annotations(body: bytes) -> Sequence[Annotation]:
     try:
         if len(body) > MAX_ANNOTATIONS or not isinstance(found := json.loads(body), dict) or found.keys() != {"annotations"}:
-            raise ValueError(f"the body is an object with annotations alone, of at most {MAX_ANNOTATIONS} bytes")
+            raise ValueError(f"the body must be an object with only `annotations`, of at most {MAX_ANNOTATIONS} bytes")
         return read_annotations(found["annotations"])
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
@@ -261,7 +261,7 @@ class Exchange:
         """
         scheme, _, key = self.header("authorization").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise RequestError(401, "A key is missing.", code="invalid_api_key")
+            raise RequestError(401, "The API key is missing.", code="invalid_api_key")
         return key.strip()
 
     def identity(self, body_hash: str) -> tuple[str, int, int]:
@@ -292,11 +292,11 @@ class Exchange:
                         raise RequestError(400, "The body ends too early.", code="invalid_request")
                     kept += message.get("body", b"")
                     if len(kept) > MAX_BODY:
-                        raise RequestError(413, f"A body has at most {MAX_BODY} bytes.", code="request_too_large")
+                        raise RequestError(413, f"The body has more than {MAX_BODY} bytes.", code="request_too_large")
                     if not message.get("more_body"):
                         return bytes(kept)
         except TimeoutError as error:
-            raise RequestError(408, f"The body did not come within {BODY_SECONDS:.0f} s.", code="timeout") from error
+            raise RequestError(408, f"The body was not received within {BODY_SECONDS:.0f} s.", code="timeout") from error
 
     async def wait_gone(self) -> None:
         """Returns once the client has gone."""
@@ -338,7 +338,7 @@ class Exchange:
 
 
 def _not_here() -> RequestError:
-    return RequestError(421, "The episode of this key is not held here.", code="not_held")
+    return RequestError(421, "This worker does not serve that episode.", code="not_held")
 
 
 def _listen(host: str) -> socket.socket:
@@ -351,7 +351,7 @@ def _listen(host: str) -> socket.socket:
         made.bind(address)
         made.listen(1024)
     except OSError as error:
-        said = f"This process cannot serve agents at {host!r}: {error.strerror or error}."
+        said = f"Cannot serve agents at {host!r}: {error.strerror or error}."
         raise ServiceError(said, "Set AGENTRL_SAMPLER_HOST to an address of this machine.") from error
     return made
 

@@ -45,7 +45,7 @@ def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
     if blocked_runs.find_wait_reason(database(), work.run_id):
         blocked_runs.wait_no_more(database(), work.run_id)
     if is_fenced():
-        raise Fenced(f"The search of {work.run} was taken over.")
+        raise Fenced(f"Another worker took over the search of {work.run}.")
     faultpoint("search.before")
     if isinstance(found, Request):
         search_rounds.add_round(database(), work, _planned(found, tasks))
@@ -85,7 +85,7 @@ def _go_on(work: IterationWork, tasks: SearchTasks) -> Request | Chosen:
         except Exception as error:
             log.exception("%s: its algorithm", work.run)
             said = f"The algorithm {config.algorithm.name!r} raised {type(error).__name__}: {error}"
-            raise ConfigError(f"{said}.", f"Mend it, then: agentrl resume {work.run}") from error
+            raise ConfigError(f"{said}.", f"Fix it, then: agentrl resume {work.run}") from error
 
 
 def _with_parts(group: Group, parts: Mapping[int, Mapping[str, float]]) -> Group:

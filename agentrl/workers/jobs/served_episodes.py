@@ -311,7 +311,7 @@ class ServedEpisodes:
             log.warning("%s", error)
             return False
         except Exception:
-            log.exception("the episodes of %s go on after an error", self.run.name)
+            log.exception("serving the episodes of %s continues after an error", self.run.name)
             return False
         return True
 

@@ -50,7 +50,7 @@ from agentrl.workflow.trajectory import ToolResult
 
 log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
-RESTART_HINT = "Start that worker anew with what it needs (embedded: agentrl down, then agentrl resume RUN)."
+RESTART_HINT = "Restart that worker with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
 """Seconds beyond its tool's limit for a call to be recorded."""
 LOOKS_PER_LIMIT = 8

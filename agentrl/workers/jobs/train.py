@@ -64,7 +64,7 @@ def _train_claimed(work: IterationWork) -> None:
     except Fenced as error:
         log.info("%s", error)
     except ServiceError as error:  # the database was away for long: this costs the iteration no attempt
-        log.warning("iteration %d of %s is handed back: %s", work.iteration, work.run, error)
+        log.warning("iteration %d of %s is released: %s", work.iteration, work.run, error)
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
         write_when_possible(partial(_fail_run, work, error))
@@ -94,15 +94,17 @@ def _tell_end(work: IterationWork) -> None:
         for hook in load_hooks(work.config["hooks"]) if status in ("done", "failed") else ():
             hook.on_run_end(work.run, status)
     except Exception:
-        log.exception("%s: a hook at its end", work.run)
+        log.exception("%s: a hook failed at the end", work.run)
 
 
 def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
-    log.info("iteration %d: %d of %d groups vary, %d more are sampled", made.iteration, made.varied, made.groups, made.more)
+    log.info(
+        "iteration %d: %d of %d groups have variance, sampling %d more", made.iteration, made.varied, made.groups, made.more
+    )
     try:
         dispatch(database(), made.iteration)
     except ServiceError as error:
-        log.warning("the control loop will send what more is sampled of iteration %d: %s", made.iteration, error)
+        log.warning("the control loop will send the added groups of iteration %d: %s", made.iteration, error)
     else:
         faultpoint("sampled_on.end")
 
@@ -152,7 +154,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
         update = _run_update(trainer, work)
         faultpoint("update.after")
         if fenced.is_set():
-            raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over.")
+            raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over by another worker.")
         path = _checkpoint_path(work)
         sha256 = "" if update.skipped else checkpoint_cache.write(path, trainer.save)
         record = _update_record(work, update, trainer, "" if update.skipped else path, sha256, started)
@@ -188,12 +190,12 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
         return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
-        raise broken_checkpoints.beyond_repair_error(work, rebuild, "it came from another run")
+        raise broken_checkpoints.beyond_repair_error(work, rebuild, "it was copied from another run")
     with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()
         _repeat_update(work, rebuild, experiment, loaded, fenced)
-    log.warning("version %d of %s was made again", broken.version, work.run)
+    log.warning("rebuilt checkpoint version %d of %s", broken.version, work.run)
     return PublishedUpdate(broken.version, work.id)
 
 
@@ -210,7 +212,7 @@ def _repeat_update(
     loaded.trainer_holds = None
     broken_checkpoints.check_same_update(work, experiment, rebuild, _run_update(trainer, source))
     if fenced.is_set():
-        raise Fenced(f"Version {rebuild.broken.version} of {work.run} is made again by another trainer.")
+        raise Fenced(f"Version {rebuild.broken.version} of {work.run} is being rebuilt by another trainer.")
     path = _checkpoint_path(source, "r")
     sha256 = checkpoint_cache.write(path, trainer.save)
     try:
@@ -300,13 +302,13 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
         for iteration in published.measured_by:
             dispatch(database(), iteration)
     except ServiceError as error:
-        log.warning("the control loop will send what follows iteration %d: %s", work.iteration, error)
+        log.warning("the control loop will start what follows iteration %d: %s", work.iteration, error)
     try:
         if not work.rebuilds:
             _remove_leftovers(work)
         _link_epoch(work, published.version)
     except (AgentRLError, OSError) as error:  # the update is committed
-        log.warning("iteration %d of %s left what takes space until `agentrl gc`: %s", work.iteration, work.run, error)
+        log.warning("files of iteration %d of %s could not be removed, until `agentrl gc`: %s", work.iteration, work.run, error)
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:

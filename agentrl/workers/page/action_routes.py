@@ -79,13 +79,13 @@ class Done(BaseModel):
 async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Response:
     """Runs a command of agentrl, and answers what it printed."""
     if not request.app.state.actions:
-        raise AccessDenied("This page only reads.", "Start it with actions: agentrl ui --actions")
+        raise AccessDenied("This page is read-only.", "Restart it with actions: agentrl ui --actions")
     words = await run_in_threadpool(make_words, store, kind, asked)
     state = request.app.state
     if not hasattr(state, "acting"):
         state.acting = set()
     if kind in state.acting:
-        raise StateError(f"A {kind} is running already.", "Wait until it is done.")
+        raise StateError(f"A {kind} is running already.", "Wait until it has ended.")
     state.acting.add(kind)
     try:
         return answer(await _run(words, _environment(store), SECONDS[kind], state.is_ending))
@@ -126,7 +126,7 @@ def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
     commands = look(store, lambda db: load_episode_answer(db.tx, episode, 0, 1))["commands"]
     line = commands.get(kind)
     if line is None:
-        raise ConfigError(f"Episode {episode} is none to {kind}.", f"What there is: agentrl replay {episode}")
+        raise ConfigError(f"Cannot {kind} episode {episode}.", f"Show the episode: agentrl replay {episode}")
     return shlex.split(line)[1:]
 
 

@@ -25,7 +25,7 @@ def open_demo() -> Settings:
     from agentrl.workflow.store.migrate import open_database
 
     if not (DATA / PACKED).is_file():
-        raise NotFoundError("This installation came without the demo.", "In a checkout: make demo")
+        raise NotFoundError("This installation does not contain the demo.", "In a checkout: make demo")
     folder = Path(mkdtemp(prefix="agentrl-demo-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     where = Settings(home=folder, database_url="", database_reader_url="")

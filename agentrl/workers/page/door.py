@@ -105,30 +105,34 @@ class Door:
         """The status, what is so and what to do, of a request that may not pass."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not self._is_name(host):
-            return 421, "This name is not this page's.", f"Call it by http://127.0.0.1:{self.rules.port}/, or by its address."
+            return (
+                421,
+                "This page is not served under this host name.",
+                f"Open http://127.0.0.1:{self.rules.port}/, or use its address.",
+            )
         known = self._knows(headers, self.rules.token)
         if not known and _query_token(scope) is None:
-            return 401, "This page wants its token.", PRINTED
+            return 401, "The token is missing.", PRINTED
         if scope["method"] in ("GET", "HEAD"):
             return None
         return self._refuse_doing(scope, headers, host)
 
     def _refuse_doing(self, scope: Scope, headers: dict[bytes, bytes], host: str) -> tuple[int, str, str] | None:
         if scope["method"] != "POST":
-            return 405, "Only GET and POST are answered here.", ""
+            return 405, "Only GET and POST are supported.", ""
         if b"origin" in headers and _host_of(headers[b"origin"]) != host:
-            return 403, "This was sent from another site.", ""
+            return 403, "The request comes from another site.", ""
         if headers.get(OWN_HEADER) != b"1":
-            return 403, "Only the page itself may ask this.", "A program sends the header X-Agentrl: 1."
+            return 403, "Only the page itself may send this request.", "Programs must send the header X-Agentrl: 1."
         length = headers.get(b"content-length", b"")
         if not length.isdigit() or len(length) > 9 or int(length) > MAX_BODY_BYTES or b"transfer-encoding" in headers:
-            return 413, f"A body has at most {MAX_BODY_BYTES} bytes, and says how many.", ""
+            return 413, f"The request needs a Content-Length of at most {MAX_BODY_BYTES} bytes.", ""
         if not scope["path"].startswith(ACTIONS):
             return None
         if not self.rules.action_token:
-            return 403, "This page only reads.", "Start it with actions: agentrl ui --actions"
+            return 403, "This page is read-only.", "Restart it with actions: agentrl ui --actions"
         if not self._knows(headers, self.rules.action_token):
-            return 401, "Actions want the token.", "Open the link that `agentrl ui --actions` printed; it ends in ?token=..."
+            return 401, "Actions need the token.", "Open the link that `agentrl ui --actions` printed; it ends in ?token=..."
         return None
 
     def _is_name(self, host: str) -> bool:
@@ -151,9 +155,7 @@ class Door:
         if first:
             self._once = ""
         if not wanted or not (first or hmac.compare_digest(given.encode(), wanted.encode())):
-            await _answer(
-                send, 401, "This token is not this page's.", "Open the link that `agentrl ui` printed last.", as_json=False
-            )
+            await _answer(send, 401, "The token is wrong.", "Open the link that `agentrl ui` printed last.", as_json=False)
             return
         cookie = f"{self.rules.cookie}={wanted}; HttpOnly; SameSite=Strict; Path=/"
         await send(

@@ -96,7 +96,7 @@ class _Recording:
                 break
             await asyncio.sleep(AGAIN_SECONDS * (tried + 1 < TRIES))
         if answered.status_code == 503:
-            raise Busy("The store cannot be read just now.", "Try again.")
+            raise Busy("The store cannot be read now.", "Try again.")
         if answered.status_code != 200:
             raise _NotTaken(path)
         return bytes(answered.content)
@@ -143,7 +143,7 @@ def _check_place(out: Path, force: bool) -> Path:
         ConflictError: there is one.
         ConfigError: there can be none.
     """
-    elsewhere = ConfigError(f"No file can be written at {str(out)!r}.", "Name a file in a folder that is there: --out run.html")
+    elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
         place = out.resolve()
         is_file, possible = place.is_file(), place.parent.is_dir()
@@ -157,7 +157,7 @@ def _check_place(out: Path, force: bool) -> Path:
 
 
 def _exists_error(out: Path) -> ConflictError:
-    return ConflictError(f"The file {str(out)!r} exists.", "Name another, or write over it with --force.")
+    return ConflictError(f"The file {str(out)!r} exists.", "Pass another --out, or overwrite it with --force.")
 
 
 async def _record(
@@ -214,10 +214,10 @@ async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
         _put(made, "api/runs?size=50", {"rows": [told["run"]], "next": ""})  # the others are nobody's business
         _put(made, "api/store", await _store(made))
     except _NotTaken as error:
-        raise ServiceError(f"The store does not answer {str(error)!r}.", "Look at the run itself: agentrl ui") from error
+        raise ServiceError(f"The store did not answer {str(error)!r}.", "Open the run instead: agentrl ui") from error
     if made.size > room:
         least = (made.size + around) / 1e6 + 0.1
-        raise ConfigError(f"The run's curves and lists alone are {least:.1f} MB.", f"Give them room: --limit-mb {least:.1f}")
+        raise ConfigError(f"The run's curves and lists alone need {least:.1f} MB.", f"Raise the limit: --limit-mb {least:.1f}")
     made.limit = room
     return [row["task_id"] for row in tasks["rows"]]
 
@@ -326,7 +326,7 @@ def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
         "tasks": tasks,
     }
     missing = [f"{there[what] - taken[what]:,} of {there[what]:,} {what}" for what in there if there[what] > taken[what]]
-    return f"Left out, to stay below {limit_bytes / 1e6:.0f} MB: {', '.join(missing)}." if missing else ""
+    return f"Left out to stay below {limit_bytes / 1e6:.0f} MB: {', '.join(missing)}." if missing else ""
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
@@ -353,7 +353,7 @@ def _write(out: Path, document: bytes, force: bool) -> None:
         raise _exists_error(out) from error
     except OSError as error:
         raise ConfigError(
-            f"The file {str(out)!r} cannot be written: {error.strerror or error}.", "Name another: --out"
+            f"The file {str(out)!r} cannot be written: {error.strerror or error}.", "Pass another --out."
         ) from error
 
 

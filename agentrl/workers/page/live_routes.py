@@ -34,7 +34,7 @@ MOST_LISTENERS = 64
 MOST_ROWS = 1000
 """The most iterations of an event; a page that missed more asks for the curves anew."""
 
-_TOO_MANY = Busy(f"{MOST_LISTENERS} pages listen already.", "Close some.")
+_TOO_MANY = Busy(f"{MOST_LISTENERS} pages are already listening.", "Close some.")
 
 router = APIRouter(prefix="/api", tags=["live"])
 

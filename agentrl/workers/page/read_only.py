@@ -79,20 +79,22 @@ class ReadOnlyStore:
         found = str(rows[0]["version_num"]) if rows else ""
         known = newest_revision()
         if found > known:
-            raise ServiceError(f"A newer agentrl made this store (revision {found}; known here: {known}).", "Use that one.")
+            raise ServiceError(
+                f"A newer agentrl wrote this store (revision {found}; known here: {known}).", "Use that version."
+            )
         if found < known:
             said = (
                 f"The store is of revision {found}; this agentrl reads {known}."
                 if found
                 else "There is no store in this database."
             )
-            raise ServiceError(said, "Type: agentrl db upgrade" if found else "Make one: agentrl submit --dataset gsm8k")
+            raise ServiceError(said, "Type: agentrl db upgrade" if found else "Create one: agentrl submit --dataset gsm8k")
         self._revision = found
 
     @contextmanager
     def _sqlite(self, file: Path) -> Iterator[DriverTransaction]:
         if not (file.is_file() and file.stat().st_size):
-            raise NotFoundError(f"There is no store {str(file)!r}.", "Make one: agentrl submit --dataset gsm8k")
+            raise NotFoundError(f"There is no store {str(file)!r}.", "Create one: agentrl submit --dataset gsm8k")
         try:
             made = sqlite3.connect(sqlite_url(file, "rw"), uri=True, timeout=LOCK_SECONDS, isolation_level=None)
             with closing(made) as connection:
@@ -126,7 +128,9 @@ class ReadOnlyStore:
                 yield DriverTransaction(connection, is_sqlite=False)
         except psycopg.errors.InsufficientPrivilege as error:
             reason = " ".join(str(error).split())[:200]
-            raise AccessDenied(f"This login may not read the store: {reason}.", "Take one that may SELECT from it.") from error
+            raise AccessDenied(
+                f"This login may not read the store: {reason}.", "Use a login that may SELECT from it."
+            ) from error
         except psycopg.Error as error:
             self._revision = ""
             _translate(error, not error.sqlstate or error.sqlstate.startswith(_PASSING_STATES))
@@ -145,7 +149,7 @@ def _translate(error: Exception, passing: bool) -> NoReturn:
     if not passing:
         raise error
     reason = " ".join(str(error).split())[:200]
-    hint = "Try again a little later: agentrl doctor says whether the store answers."
+    hint = "Try again later. `agentrl doctor` checks whether the store answers."
     if "unable to open" in reason:
-        hint = "Where its folder cannot be written, copy the store, with its files -wal and -shm, into one that can."
-    raise Busy(f"The store cannot be read just now: {reason}.", hint) from error
+        hint = "If its folder is not writable, copy the store with its -wal and -shm files to a writable folder."
+    raise Busy(f"The store cannot be read now: {reason}.", hint) from error

@@ -65,18 +65,18 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 async def _refuse_path(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return answer({"error": f"{error.detail}.", "hint": "What there is: /api/openapi.json"}, error.status_code)
+    return answer({"error": f"{error.detail}.", "hint": "See /api/openapi.json"}, error.status_code)
 
 
 async def _tell_mistake(_: Request, error: Exception) -> Response:
     """Of a mistake of ours, which is printed where the page was started."""
     traceback.print_exception(error)
     said = f"The page cannot show this: {type(error).__name__}."
-    return answer({"error": said, "hint": "What `agentrl ui` printed says where; please report it."}, 500)
+    return answer({"error": said, "hint": "The output of `agentrl ui` shows where it failed; please report it."}, 500)
 
 
 async def _refuse_values(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part)[:50] for part in first["loc"][1:])
-    return answer({"error": f"{where or 'The body'}: {first['msg']}.", "hint": "What it takes: /api/openapi.json"}, 422)
+    return answer({"error": f"{where or 'The body'}: {first['msg']}.", "hint": "See /api/openapi.json"}, 422)

@@ -35,8 +35,8 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
     if asked is None:
         return made.config
     if asked.name == CLIENTS:
-        said = f"The agent {CLIENTS!r} is whoever calls: a run cannot start it."
-        raise ConfigError(said, "Serve a policy to them: agentrl serve --policy RUN")
+        said = f"The agent {CLIENTS!r} stands for outside clients: a run cannot start it."
+        raise ConfigError(said, "Serve a policy to clients: agentrl serve --policy RUN")
     if made.agent is not None:
         check_function(asked.name, made.agent, made.config.resources)
     if not settings().broker_url:  # else the workers' machines have what it needs
@@ -45,7 +45,7 @@ def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
     silent = [task.key for task in tasks if not task.messages]
     if silent:
         some = f"{len(silent)} of {len(tasks)} tasks of {made.config.dataset.name!r}"
-        raise DatasetError(f"{some} have no messages, the first is {silent[0]!r:.80}: an agent is told nothing else.")
+        raise DatasetError(f"{some} have no messages, the first is {silent[0]!r:.80}: an agent gets nothing else.")
     if made.weights or gives_rewards(made.env) or made.config.hooks:
         return made.config
     return made.config.model_copy(update={"agent": asked.model_copy(update={"own_rewards": True})})
@@ -65,14 +65,14 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
     if getattr(function, "__name__", "") == "<lambda>" and not is_lent(name):
         raise ConfigError(f"The agent {name!r} is a lambda, which has no name to be found by.", SHAPE)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"The agent {name!r} yields: nobody asks it for more.", SHAPE)
+        raise ConfigError(f"The agent {name!r} is a generator: use return instead of yield.", SHAPE)
     try:
         signature = inspect.signature(function)
     except ValueError:  # of some built-in ones nothing is known
         return
     named = by_name(function, texts)
     if wants(function, TEMPLATE) and TEMPLATE not in texts:
-        said = f"The agent {name!r} takes a {TEMPLATE}, and no text of the run is called so."
+        said = f"The agent {name!r} takes a {TEMPLATE}, but the run has no prompt with that name."
         raise ConfigError(said, f'Write resources={{"{TEMPLATE}": "..."}}.')
     if named:
         return
@@ -93,18 +93,22 @@ def _check_class(name: str, agent: Any) -> None:
         try:
             made = agent()
         except Exception as error:
-            said = f"The agent {name!r} cannot be made without arguments: {type(error).__name__}: {error}"
-            raise ConfigError(f"{said}.", "Give its arguments defaults, or name an object of it.") from error
+            said = f"Cannot create the agent {name!r} without arguments: {type(error).__name__}: {error}"
+            raise ConfigError(f"{said}.", "Give its arguments defaults, or pass an object of the class.") from error
     ways = ways_of(made)
     if not {"rollout", "validation_rollout"} & {way.__name__ for way in ways}:
-        raise ConfigError(f"The agent {name!r} has nothing to be measured by.", "Write rollout(self, task, resources, llm).")
+        raise ConfigError(
+            f"The agent {name!r} has no rollout method to evaluate it with.", "Write rollout(self, task, resources, llm)."
+        )
     for way in ways:
         if inspect.isgeneratorfunction(way) or inspect.isasyncgenfunction(way):
-            raise ConfigError(f"{way.__name__} of the agent {name!r} yields: nobody asks it for more.", SHAPE)
+            raise ConfigError(f"{way.__name__} of the agent {name!r} is a generator: use return instead of yield.", SHAPE)
         taken = inspect.signature(way).parameters
         if not 1 <= len(taken) <= 3:
             said = f"{way.__name__} of the agent {name!r} takes {len(taken)} arguments"
-            raise ConfigError(f"{said}.", "Write rollout(self, task, resources, llm); what it does not read it may leave out.")
+            raise ConfigError(
+                f"{said}.", "Write rollout(self, task, resources, llm); it may leave out arguments that it does not use."
+            )
 
 
 def remark_on_agent(made: Experiment) -> Iterator[str]:
@@ -113,16 +117,16 @@ def remark_on_agent(made: Experiment) -> Iterator[str]:
     if asked is None:
         return
     if not asked.sandboxed:
-        whose = "The agent's program" if asked.command else f"The agent {asked.name!r} is your own code, and"
+        whose = "The agent's program" if asked.command else f"The agent {asked.name!r} is your own code and"
         yield f"{whose} runs without a sandbox, with your rights."
-    yield "Where a worker is lost the agent begins anew: what its own tools do outside happens again."
+    yield "If a worker is lost, the agent starts again, and so do the side effects of its tools."
     if made.env.tools:
-        yield f"The tools of the env {made.config.env!r} are not offered: the agent brings its own."
+        yield f"The tools of the env {made.config.env!r} are not used: the agent has its own tools."
     if asked.own_rewards and not made.weights:
-        yield "Nothing else gives rewards: those that the agent returns are the run's."
+        yield "The run has no other rewards: the agent's returned rewards are used."
 
 
 def _check_env(name: str | None, env: Env) -> None:
     if type(env).step is not Env.step:
-        said = f"The env {name!r} says itself what comes after a turn, and an agent decides that."
+        said = f"The env {name!r} decides what follows a turn, which is the agent's task."
         raise ConfigError(said, "Name another --env for its rewards, or leave --agent out.")

@@ -112,10 +112,10 @@ def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
         yield "Their rewards were computed by different code, which may explain the difference."
     if rewards == OTHER_REWARDS:
         made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
-        instead = "accuracy is" if accuracies else "they have nothing else in common"
-        yield f"Their rewards differ ({made}): their means are not compared; {instead}."
+        instead = "accuracy is" if accuracies else "they have no other reward in common"
+        yield f"Means are not compared: the rewards differ ({made}); {instead}."
     if right_by_names(one) != right_by_names(other):
-        yield "Different parts of the rewards say what is right: their accuracies are not compared."
+        yield "Accuracies are not compared: they come from different reward parts."
 
 
 def _describe_rewards(row: Row) -> str:

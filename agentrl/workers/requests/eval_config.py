@@ -114,6 +114,6 @@ def in_one_iteration(config: RunConfig) -> RunConfig:
     """
     tasks = len(load_tasks(config.dataset).tasks)
     if tasks > MAX_TASKS:
-        hint = f"Take the first {MAX_TASKS} or fewer: -n of `agentrl eval`, eval.tasks of a run."
-        raise ConfigError(f"{tasks} tasks are more than an evaluation takes.", hint)
+        hint = f"Use at most {MAX_TASKS}: pass -n to `agentrl eval`, or set eval.tasks of a run."
+        raise ConfigError(f"{tasks} tasks are too many for an evaluation.", hint)
     return build(config.flat() | {"rollout.tasks_per_iteration": tasks})

@@ -19,7 +19,7 @@ from agentrl.workflow.store.run_format import check_format
 from agentrl.workflow.store.run_names import Version, find_stored_policy, parse_version
 from agentrl.workflow.trajectory import Message, PolicyRef
 
-OTHER_CODE = "The parent's reward was given by other code than the forks' will be: they stand in one group all the same."
+OTHER_CODE = "The code of the rewards has changed since the parent was scored; parent and forks still share a group."
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,20 @@ def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
         NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the fault, in one sentence.
     """
     if asked.with_parent and asked.edit is not None:
-        raise ConfigError("The parent and the forks read different messages.", "Leave --with-parent or --edit-message out.")
+        raise ConfigError(
+            "--with-parent and --edit-message exclude each other: parent and forks must have the same messages.",
+            "Leave --with-parent or --edit-message out.",
+        )
     point = load_fork_point(db, asked.episode, asked.step)
     check_format(point.run["name"], point.run["format"], "fork")
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
-        said = f"Episode {asked.episode} was made by the agent {parent.config.agent.name!r:.100}: it cannot be forked yet."
-        raise StateError(said, "Train on with its policy: --model RUN@N.")
+        said = f"Episode {asked.episode} cannot be forked: the agent {parent.config.agent.name!r:.100} made it."
+        raise StateError(said, "Continue training with its policy: --model RUN@N.")
     if parent.env.resumability == "restart" and asked.step:
-        raise ConfigError(f"The env {parent.config.env!r} cannot be rebuilt in mid-episode.", "Fork its first step: --step 0.")
+        raise ConfigError(
+            f"The env {parent.config.env!r} cannot be rebuilt in the middle of an episode.", "Fork its first step: --step 0."
+        )
     values = {"name": asked.name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
     config = build(sampling_values(parent.config) | SINGLE_PASS | values)
     experiment = Experiment(config, point.weights)
@@ -116,7 +121,7 @@ def _find_policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRe
     ref = find_stored_policy(db, run, version)
     if ref.base_hash != point.run["base_hash"]:
         raise ModelError(
-            f"Policy {run}@{ref.version} has another base than episode {asked.episode}: its tokens mean something else there.",
+            f"Policy {run}@{ref.version} has another base model than episode {asked.episode}, and so other tokens.",
             "Choose a version of the episode's own run.",
         )
     return ref

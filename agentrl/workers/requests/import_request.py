@@ -78,7 +78,7 @@ class _Read:
                 above = parents.get(outer, "")
         beside = [span for span, _ in self.turns if (span.trace_id, span.span_id) not in kept]
         self.turns = [(span, turn) for span, turn in self.turns if (span.trace_id, span.span_id) in kept]
-        self.said += [(span, _in_short(span, "a model's turn, kept once")) for span in beside]
+        self.said += [(span, _in_short(span, "another span has the same turn")) for span in beside]
 
 
 def prepare_import(
@@ -134,7 +134,7 @@ def prepare_import(
 def _nothing(left_out: Mapping[str, int]) -> DatasetError:
     reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items() if count)
     said = f"No trace is left to import ({reasons})." if reasons else "There is no trace to import: the file has no span."
-    return DatasetError(said, f"The adapters are {', '.join(names('adapters'))}; one of your own: --adapter module:name.")
+    return DatasetError(said, f"The adapters are {', '.join(names('adapters'))}; for your own pass --adapter module:name.")
 
 
 def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _Read | None:
@@ -157,7 +157,7 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
             found.said.append((span, _in_short(span, str(error))))
     found.keep_once()
     if not found.turns:
-        left_out["no turn of a model"] += 1
+        left_out["no model turn"] += 1
         return None
     if len(found.turns) > MOST_TURNS or len(found.said) > MOST_OF_ATTEMPT:
         left_out[f"more than {MOST_TURNS} turns or {MOST_OF_ATTEMPT} other spans"] += 1
@@ -262,6 +262,6 @@ def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
     if worded and not any(content in text for text, content in worded):
         text, content = worded[0]
         raise ModelError(
-            f"The tokens are none of {base!r}'s: what was {content[:60]!r} reads {text[:60]!r}.",
+            f"The tokens do not belong to {base!r}: the text {content[:60]!r} reads {text[:60]!r}.",
             "Name the model that sampled them: --policy MODEL",
         )

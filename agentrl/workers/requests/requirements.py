@@ -300,7 +300,7 @@ def _check_tools(made: Experiment) -> None:
         try:
             tool.check()
         except AgentRLError as error:
-            started = f" It was started without {' and '.join(unset)}." if unset else f" {error.hint}".rstrip()
+            started = f" The worker was started without {' and '.join(unset)}." if unset else f" {error.hint}".rstrip()
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
 
 

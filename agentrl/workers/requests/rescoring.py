@@ -51,7 +51,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
             after.append(total_reward(parts, weights))
         except RewardError as error:
             said = f"Episode {episode.id}: {' '.join(str(error).split())}"
-            raise RewardError(said, "Correct the reward in its own file, and rescore again: nothing was written.") from error
+            raise RewardError(said, "Nothing was written. Correct the reward in its file, and rescore again.") from error
         scored[episode.id] = parts
         before.append(episode.reward or 0.0)
     if not after:
@@ -79,7 +79,7 @@ def _reward_set_name(reward: str) -> str:
 
 def _check_name(name: str) -> None:
     if name == "default" or not re.fullmatch(NAME_PATTERN, name):
-        raise ConfigError(f"A reward set cannot be called {name!r}.", "Choose --name of a-z, 0-9, dots and dashes.")
+        raise ConfigError(f"Invalid name of a reward set: {name!r}.", "Pass --name with a-z, 0-9, dots and dashes.")
 
 
 def _mean(values: Sequence[float]) -> float:

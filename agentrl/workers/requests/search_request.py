@@ -36,7 +36,7 @@ def check_resources(made: Experiment) -> None:
     for name in made.config.resources:
         if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in made.tools):
             known = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in made.tools)])
-            raise ConfigError(f"resources.{name} does nothing: without an agent nobody reads it.", f"There are {known}.")
+            raise ConfigError(f"resources.{name} has no effect without an agent.", f"There are {known}.")
 
 
 def settle_texts(made: Experiment) -> RunConfig:
@@ -50,18 +50,16 @@ def settle_texts(made: Experiment) -> RunConfig:
     if not config.resources and config.agent is None and made.env.system_prompt:
         config = config.model_copy(update={"resources": {SYSTEM_PROMPT: made.env.system_prompt}})
     if not config.resources and _chooses(found):
-        who = "the agent is given none" if config.agent is not None else "the env has no system prompt"
+        who = "the agent has no prompt" if config.agent is not None else "the env has no system prompt"
         name = "prompt" if config.agent is not None else SYSTEM_PROMPT
-        raise ConfigError(f"There is no text to improve: {who}.", f"Write in a config file: resources: {{{name}: ...}}")
+        raise ConfigError(f"No prompt to improve: {who}.", f"Write in a config file: resources: {{{name}: ...}}")
     if "critic" in names:
         if config.search.critic is None:
-            raise ConfigError(
-                f"{config.algorithm.name} asks a critic, and none is named.", "Name its model: -s search.critic=MODEL"
-            )
+            raise ConfigError(f"{config.algorithm.name} needs a critic model.", "Set its model: -s search.critic=MODEL")
         if not settings().broker_url:  # else the workers' machines know where it is
             check_url(settings(), "critic")
     elif config.search.critic is not None:
-        raise ConfigError(f"search.critic does nothing with {config.algorithm.name}.", "Leave it out.")
+        raise ConfigError(f"search.critic has no effect with {config.algorithm.name}.", "Leave it out.")
     return config
 
 
@@ -78,7 +76,7 @@ def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
     """
     if not _chooses(find("algorithms", config.algorithm.name)):
         if config.eval.every is not None:
-            raise ConfigError(f"{config.algorithm.name} chooses nothing, and measures nothing.", "Leave eval.* out.")
+            raise ConfigError(f"{config.algorithm.name} has no evaluation.", "Leave eval.* out.")
         return SearchedTasks(tuple(tasks), {})
     order = [tasks[place] for place in task_order(config.seed, "search", [task.content_hash for task in tasks])]
     if config.eval.every is not None:
@@ -98,9 +96,9 @@ def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
     choose, train = order[: config.search.choose_tasks], order[config.search.choose_tasks :]
     if len(held_out) < 2 or not train:
         raise ConfigError(
-            f"{len(tasks)} tasks are too few: {config.search.choose_tasks} choose, "
-            f"{len(held_out) if config.eval.every else config.search.held_out_tasks} are held out, and the others teach.",
-            "Name more of them, or set search.choose_tasks and search.held_out_tasks lower.",
+            f"{len(tasks)} tasks are too few: {config.search.choose_tasks} for selection, "
+            f"{len(held_out) if config.eval.every else config.search.held_out_tasks} held out, and the rest for edits.",
+            "Use more tasks, or lower search.choose_tasks and search.held_out_tasks.",
         )
     roles = {task.content_hash: "held_out" for task in held_out} | {task.content_hash: "choose" for task in choose}
     return SearchedTasks((*train, *choose, *held_out), roles)

@@ -50,7 +50,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
     for source in found.sources:
         if not source.row["manifest"].get(EXACT, True):
             raise StateError(
-                f"{source.row['name']} was imported without all tokens and logprobs: nobody knows what its sampler thought.",
+                f"{source.row['name']} was imported without all tokens and logprobs, which reinforcement learning needs.",
                 f"Imitate it: agentrl sft --from-episodes {source.row['name']}",
             )
     first = found.sources[0]
@@ -122,7 +122,7 @@ def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: P
 def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     row = source.row
     scored = (
-        "" if reward_set == "default" else f", scored in {reward_set!r} (`agentrl rescore` again adds what has ended since)"
+        "" if reward_set == "default" else f", scored in {reward_set!r} (run `agentrl rescore` again to add newer episodes)"
     )
     some = f"{len(source.groups)} of its {source.planned} groups"
     return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
@@ -131,11 +131,9 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
     ignored = [key for key in chosen if not key.startswith(TRAINING_KEYS) and key not in (*ALLOWED_KEYS, "iterations")]
     if ignored:
-        raise ConfigError(
-            f"{', '.join(ignored)}: fixed when the stored episodes were made, and cannot be chosen now.", "Leave it out."
-        )
+        raise ConfigError(f"{', '.join(ignored)}: fixed by the stored episodes, and cannot be set now.", "Leave it out.")
     if chosen.get("epochs", 1) != 1 or "iterations" in chosen:
-        said = "A run trains on an episode at most once, so that stored ones give one epoch."
+        said = "Stored episodes give exactly one epoch: a run trains on an episode at most once."
         raise ConfigError(said, "Leave --epochs and --iterations out.")
 
 
@@ -150,12 +148,12 @@ def _load_sources(db: Database, asked: SourceConfig, least: int) -> list[StoredR
     sources = [load_stored_run(db, run, groups, asked.reward_set, least) for run, groups in named.items()]
     if not any(source.groups for source in sources):
         raise StateError(
-            f"No finished group there has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
+            f"No finished group has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
         )
     twice = find_episode_counted_twice(db, [group for source in sources for group in source.groups])
     if twice is not None:
         raise ConfigError(
-            f"Episode {twice} would be trained on twice: it stands among its own forks too.", "Train on them in two runs."
+            f"Episode {twice} would be trained on twice: its forks' group contains it too.", "Train on them in two runs."
         )
     return sources
 
@@ -166,4 +164,4 @@ def _check_alike(sources: list[StoredRun], start: PolicyRef) -> None:
     temperatures = {source.row["config"]["rollout"]["temperature"] for source in sources}
     if len(bases) > 1 or len(temperatures) > 1:
         what = "base models" if len(bases) > 1 else "sampling temperatures"
-        raise ConfigError(f"The episodes and the policy are of several {what}.", "Train on them in several runs.")
+        raise ConfigError(f"The episodes and the policy have different {what}.", "Train on them in several runs.")

@@ -235,7 +235,7 @@ def _list_remarks(
     output = submission.output_dir
     older = epoch_ends.find_run_of_folder(db, output) if db is not None and is_training else ""
     if older not in ("", submission.name):
-        yield f"{output} holds the checkpoints of {older!r} too; from now on epoch_N there leads to those of this run."
+        yield f"{output} also has the checkpoints of {older!r}; its epoch_N links now lead to this run."
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
@@ -255,7 +255,7 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
             faults.append(other)
         raise join_faults(*faults) from fault
     if not (config.env or loaded.env):
-        raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Name one for all: --env math")
+        raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Pass one for all: --env math")
     return loaded
 
 
@@ -300,7 +300,7 @@ def submission_of(db: Database | None, made: Experiment, kind: str, policy: Poli
     """
     config = made.config
     if config.name and config.name.isdecimal():
-        raise ConfigError(f"--name {config.name} reads as the number of a run.", "Put a letter into it.")
+        raise ConfigError(f"--name {config.name} looks like a run number.", "Use at least one letter.")
     unnamed = Submission(
         name="",
         kind=kind,
@@ -364,9 +364,9 @@ def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
     record = read_object(folder / RECORD)
     if record.get("base") == TINY and isinstance(known := record.get("env"), str) and known != made.config.env:
         yield (
-            f"The model {folder.name!r} has seen the prompt and the tools of the env {known!r} alone: in "
+            f"The model {folder.name!r} was trained only for the env {known!r}: in "
             f"{made.config.env!r} it writes noise. Make one that imitates this dataset, if it has demonstrations (agentrl sft "
-            f"--dataset {made.config.dataset.name} --model tiny), or take a pretrained model."
+            f"--dataset {made.config.dataset.name} --model tiny), or use a pretrained model."
         )
 
 
@@ -374,7 +374,7 @@ def remark_on_trackers(config: RunConfig) -> Iterator[str]:
     """Remarks on trackers whose packages are not installed here; the control loop may run elsewhere."""
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
-            yield f"{package} is not installed here. Where the control loop runs, it needs: {install_command(package)}"
+            yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
 
 
 def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
@@ -383,7 +383,7 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
         rows = "1 row says" if loaded.repeated == 1 else f"{loaded.repeated} rows say"
         yield f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
     for name, (used, read) in loaded.shares.items():
-        yield f"{name}: {used} of {read} tasks are used, by its weight."
+        yield f"{name}: {used} of {read} tasks are used, according to its weight."
 
 
 def remark_on_rewards(*made: Experiment) -> Iterator[str]:
@@ -396,10 +396,10 @@ def remark_on_rewards(*made: Experiment) -> Iterator[str]:
         if each.uncounted_rewards:
             again = " ".join(f"--reward {name}={each.env.rewards[name]:g}" for name in each.uncounted_rewards)
             named = ", ".join(each.uncounted_rewards)
-            yield f"Rewards of the env {each.config.env!r} that are recorded and do not count: {named}. To count them: {again}"
+            yield f"Rewards of the env {each.config.env!r} that are recorded but have weight 0: {named}. To count them: {again}"
     names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
     if names and not any(map(_may_earn, made)):
-        yield f"No reward counts ({names}): every episode earns 0, so that there is nothing to learn from."
+        yield f"No reward counts ({names}): every episode gets reward 0, so the policy cannot learn."
 
 
 def _may_earn(made: Experiment) -> bool:
@@ -410,18 +410,18 @@ def _may_earn(made: Experiment) -> bool:
 
 
 def _remarks_on_training(submission: Submission) -> Iterator[str]:
-    in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its height"}
+    in_vain = {"critic": "the policy never trains", "update": "the learning rate never reaches its peak"}
     for section, what in in_vain.items():
         warmup = submission.config[section]["warmup"]
         if submission.kind == "train" and warmup >= submission.iterations:
-            yield f"{section}.warmup={warmup} is no shorter than the run (iterations: {submission.iterations}): {what}."
+            yield f"{section}.warmup={warmup} is not shorter than the run (iterations: {submission.iterations}): {what}."
 
 
 def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
     measured = submission.evaluation.tasks if submission.evaluation else ()
     both = {task.content_hash for task in submission.tasks} & {task.content_hash for task in measured}
     if both:
-        yield f"{len(both)} of the {len(measured)} held-out tasks are trained on too: name another split with -s eval.split=..."
+        yield f"{len(both)} of the {len(measured)} held-out tasks are training tasks too. Pass another split: -s eval.split=..."
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
@@ -462,14 +462,16 @@ def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> Submitt
             except Exception as error:
                 said = f"on_run_start of the hook {type(hook).__name__} raised {type(error).__name__}: {error}"[:1000]
                 planning.stop(db, made.name, "failed", said)
-                raise StateError(f"{made.name} is failed: {said}.", f"Go on without it: agentrl resume {made.name}") from error
+                raise StateError(
+                    f"{made.name} is failed: {said}.", f"Continue without the hook: agentrl resume {made.name}"
+                ) from error
     return made
 
 
 def _check_sampling(config: RunConfig, kind: str) -> None:
     if kind != "train" and config.rollout.dynamic_sampling > 1:
         raise ConfigError(
-            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} is for updates, and an {kind} run has none.",
+            f"rollout.dynamic_sampling={config.rollout.dynamic_sampling} has no effect: an {kind} run has no updates.",
             "Leave it out.",
         )
 
@@ -506,7 +508,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
     known = {tool.server for tool in config.served_tools}
     strange = known - set(config.tools)
     if strange:
-        raise ConfigError(f"served_tools has {min(strange)!r}, which is not among the tools.", "Name it: --tools.")
+        raise ConfigError(f"served_tools has {min(strange)!r}, which is not in `tools`.", "Add it: --tools.")
     more = (
         tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.list_tools(name)
     )
@@ -531,8 +533,8 @@ def _check_writable(folder: Path) -> None:
         with NamedTemporaryFile(dir=there):  # permissions do not tell: /proc, say, takes no file
             pass
     except OSError as error:
-        said = f"No checkpoint can be written to {str(folder)!r}: {str(there)!r} takes no file: {error.strerror}."
-        raise ConfigError(said, "Name another --output-dir, or mend that one.") from error
+        said = f"Cannot write checkpoints to {str(folder)!r}: cannot write to {str(there)!r}: {error.strerror}."
+        raise ConfigError(said, "Pass another --output-dir, or fix this one.") from error
 
 
 def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:

@@ -11,7 +11,7 @@ from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.tools import Effects, Tool
 from agentrl.workflow.tools.python import keeps_session
 
-_TOOLS_HINT = "`agentrl tools` lists them; name one with --tools, or an env with --env."
+_TOOLS_HINT = "`agentrl tools` lists the tools. Pass one with --tools, or an env with --env."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
     served = tuple(told for name in servers for told in mcp_tool.list_tools(name))
     tools = Experiment(RunConfig(env=env or None, tools=(*others, *servers), served_tools=served)).tools
     if not tools:
-        raise ConfigError(f"The env {env!r} has no tool." if env else "No tool is named.", _TOOLS_HINT)
+        raise ConfigError(f"The env {env!r} has no tool." if env else "No tools to serve.", _TOOLS_HINT)
     for tool in tools.values():
         tool.check()
     return tools

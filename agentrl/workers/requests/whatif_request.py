@@ -17,10 +17,10 @@ PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": 
 """Values for one step of our trainer on all episodes, whatever the run's own were."""
 
 REFUSED_KEYS = {
-    "name": "--algorithm chooses the algorithms",
-    "convention": "--convention chooses the convention",
-    "kl_target": "It acts after an update",
-    "kl_horizon": "It acts after an update",
+    "name": "use --algorithm",
+    "convention": "use --convention",
+    "kl_target": "it acts after an update",
+    "kl_horizon": "it acts after an update",
 }
 """Key of `algorithm` without effect here -> reason."""
 
@@ -69,7 +69,7 @@ def prepare_whatif(
     for key, taken in takers.items():
         if not taken:
             takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
-            raise ConfigError(f"{key} does nothing with {', '.join(names)}.", f"{takes}.")
+            raise ConfigError(f"{key} has no effect with {', '.join(names)}.", f"{takes}.")
     own = settle_run(build(config.flat() | PLAIN_UPDATE))
     others = [_variant_config(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
     return WhatIfRequest(past, [own, *(other for other in others if other != own)], takers)
@@ -79,11 +79,11 @@ def _refuse_ignored(asked: Mapping[str, Any], config: RunConfig) -> None:
     for key in asked:
         section, _, leaf = key.partition(".")
         if section != "algorithm":
-            raise ConfigError(f"{key} is the run's, and a what-if changes the algorithm alone.", "Name keys of `algorithm`.")
+            raise ConfigError(f"{key} cannot change: whatif changes only the algorithm.", "Pass keys of `algorithm`.")
         if leaf in REFUSED_KEYS:
-            raise ConfigError(f"{key} does nothing in a what-if.", f"{REFUSED_KEYS[leaf]}.")
+            raise ConfigError(f"{key} has no effect in a what-if.", f"{REFUSED_KEYS[leaf]}.")
         if leaf.startswith("importance_") and not config.rollout.max_staleness:
-            raise ConfigError(f"{key} does nothing where rollout.max_staleness is 0, as in this run.", "Leave it out.")
+            raise ConfigError(f"{key} has no effect: this run has rollout.max_staleness=0.", "Leave it out.")
 
 
 def _has_option(algorithm: Algorithm, key: str, convention: str) -> bool:

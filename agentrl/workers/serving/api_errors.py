@@ -54,23 +54,23 @@ def event(body: bytes) -> bytes:
 
 def unknown_key() -> ApiError:
     """No key, or one that no attempt has."""
-    said = "This key opens no episode. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
+    said = "Unknown API key. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
     return ApiError(401, said, "invalid_api_key", final=True)
 
 
 def no_route(routes: str) -> ApiError:
     """A path that is not served."""
-    return ApiError(404, f"There is no such path here. There are: {routes}.", "unknown_url")
+    return ApiError(404, f"Unknown path. Paths: {routes}.", "unknown_url")
 
 
 def no_model(asked: str, served: str) -> ApiError:
     """A look-up of a model that is not served. Calls may name any model."""
-    return ApiError(404, f"The model {asked[:100]!r} does not exist here. Use {served!r}.", "model_not_found")
+    return ApiError(404, f"Unknown model {asked[:100]!r}. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:
     """A path that is served, by another method."""
-    return ApiError(405, f"This path takes {allow}.", "method_not_allowed", allow=allow)
+    return ApiError(405, f"This path supports only {allow}.", "method_not_allowed", allow=allow)
 
 
 def long_head(most: int) -> ApiError:
@@ -85,7 +85,7 @@ def encoded_body() -> ApiError:
 
 def wrong_type(known: str) -> ApiError:
     """A body of another content type."""
-    return ApiError(415, f"The body's Content-Type is {known}.", "unsupported_media_type")
+    return ApiError(415, f"The body's Content-Type must be {known}.", "unsupported_media_type")
 
 
 def too_large(most: int) -> ApiError:
@@ -95,12 +95,12 @@ def too_large(most: int) -> ApiError:
 
 def too_slow(seconds: float) -> ApiError:
     """A body that did not come."""
-    return ApiError(408, f"The body did not come within {seconds:g} s.", "request_timeout")
+    return ApiError(408, f"The body was not received within {seconds:g} s.", "request_timeout")
 
 
 def over(episode: int, why: str) -> ApiError:
     """The episode takes no more calls."""
-    return ApiError(409, f"Episode {episode} {why}. No call of it is taken any more.", "episode_over", final=True)
+    return ApiError(409, f"Episode {episode} {why}. Calls of it are no longer accepted.", "episode_over", final=True)
 
 
 def too_many(what: str) -> ApiError:
@@ -110,7 +110,7 @@ def too_many(what: str) -> ApiError:
 
 def no_holder(seconds: float) -> ApiError:
     """No process samples for the episode."""
-    said = f"No rollout worker held this episode for {seconds:g} s. Send the call again."
+    said = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
     return ApiError(503, said, "no_holder", "server_error", retry_after=5)
 
 
@@ -129,7 +129,7 @@ def differs() -> ApiError:
     """A reply that was begun and cannot be finished."""
     return ApiError(
         500,
-        "The reply broke off and came differently when it was asked for again. Send the call again.",
+        "The response was interrupted, and its repetition differs. Send the call again.",
         "reply_broke",
         "server_error",
     )
@@ -137,4 +137,4 @@ def differs() -> ApiError:
 
 def internal() -> ApiError:
     """A mistake of the endpoint itself."""
-    return ApiError(500, "The endpoint failed; its log says why.", "internal_error", "server_error")
+    return ApiError(500, "The endpoint failed; the reason is in its log.", "internal_error", "server_error")

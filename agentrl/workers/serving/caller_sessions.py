@@ -53,8 +53,8 @@ class ServedSessions:
             StateError: the most sessions are open already.
         """
         if len(self._sessions) >= self.most:
-            idle = f"wait until one was not used for {self.idle_seconds:g} s"
-            raise StateError(f"{self.most} sessions are open, the most that may be.", f"Close one, or {idle}.")
+            idle = f"wait until one has been idle for {self.idle_seconds:g} s"
+            raise StateError(f"{self.most} sessions are open, which is the limit.", f"Close one, or {idle}.")
         name = token_urlsafe(NAME_BYTES)
         self._sessions[name] = _CallerSession()
         self._start_idle_timer(name)
@@ -129,5 +129,5 @@ class ServedSessions:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, notebook)
 
     def _unknown_session_error(self, name: str) -> NotFoundError:
-        ways = f"it was closed, not used for {self.idle_seconds:g} s, lost its interpreter, or never was"
-        return NotFoundError(f"No session {name[:100]!r} is open: {ways}.", "POST /sessions opens one.")
+        ways = f"it was closed, was idle for {self.idle_seconds:g} s, lost its interpreter, or never existed"
+        return NotFoundError(f"No session {name[:100]!r} is open: {ways}.", "Open one: POST /sessions")

@@ -142,7 +142,7 @@ class ClientDoor:
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
         if client is None:
-            raise ApiError(404, "You have no open episode here.", "no_episode")
+            raise ApiError(404, "You have no open episode.", "no_episode")
         if client.rest is not None:
             client.rest.cancel()
         opened = await self._opened(who, client)
@@ -169,7 +169,7 @@ class ClientDoor:
 
     def _begin(self, who: tuple[str, str]) -> _Client:
         if len(self._clients) >= MAX_CLIENTS:
-            said = f"{MAX_CLIENTS} episodes are open here. End some: POST {END}."
+            said = f"{MAX_CLIENTS} episodes are open, which is the limit. End some: POST {END}."
             raise ApiError(429, said, "too_many_episodes", "rate_limit_error", retry_after=5)
         name = who[1] or ONE_FOR_ALL
         made = self._clients[who] = _Client(name, asyncio.create_task(self._open(name)))
@@ -216,14 +216,14 @@ class ClientDoor:
         """
         if self.key:
             if not hmac.compare_digest(shown.encode(errors="surrogateescape"), self.key.encode()):
-                said = "This key is not the server's. Send it: Authorization: Bearer KEY."
+                said = "Wrong or missing API key. Send it: Authorization: Bearer KEY."
                 raise ApiError(401, said, "invalid_api_key", final=True)
             shown = ""
         else:
             _check_local(headers)
         name = headers.get(HEADER, b"").strip()
         if len(name) > MAX_NAME or not all(32 < letter < 127 for letter in name):
-            said = f"X-Agentrl-Episode takes at most {MAX_NAME} printable ASCII characters, without spaces."
+            said = f"X-Agentrl-Episode must have at most {MAX_NAME} printable ASCII characters and no spaces."
             raise ApiError(400, said, "invalid_episode")
         return shown, name.decode()
 
@@ -243,7 +243,7 @@ def _check_local(headers: Mapping[bytes, bytes]) -> None:
     origin = headers.get(b"origin", b"").decode("latin-1")
     host = headers.get(b"host", b"localhost").decode("latin-1")
     if not _names_loopback(f"//{host}") or (origin and not _names_loopback(origin)):
-        said = "Without a key only this machine is served, under the names localhost and 127.0.0.1. Set AGENTRL_SERVE_KEY."
+        said = "Without a key, only this machine is served, as localhost or 127.0.0.1. Set AGENTRL_SERVE_KEY."
         raise ApiError(403, said, "not_local", "permission_error", final=True)
 
 
@@ -270,7 +270,7 @@ def _read_end(body: bytes) -> AgentResult:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         said = str(error).partition("\n")[0][:200]
         hint = 'Send nothing, a number, or {"text": ANSWER, "rewards": {NAME: NUMBER}}.'
-        raise ApiError(400, f"This ends no episode: {said}. {hint}", "invalid_request") from error
+        raise ApiError(400, f"Cannot end the episode: {said}. {hint}", "invalid_request") from error
 
 
 def _unavailable(what: str) -> ApiError:

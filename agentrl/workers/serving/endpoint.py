@@ -46,7 +46,7 @@ def run(host: str = LOOPBACK, port: int | None = None) -> None:
         url = where.endpoint_url or url_of(listening)
         log.info("the endpoint listens at %s", url)
         if not is_loopback(listening):
-            log.warning("other machines can reach it, over plain HTTP: keys and all that is said can be read on the way")
+            log.warning("other machines can reach the endpoint over plain HTTP: keys and messages are sent unencrypted")
         raise_file_limit()
         signal.signal(signal.SIGTERM, _end)
         asyncio.run(_run(database, listening, url))

@@ -247,13 +247,13 @@ class Endpoint:
             try:
                 found = await asyncio.to_thread(read)
             except otlp.OtlpError as error:
-                raise ApiError(400, f"These are no traces: {error}.", "invalid_traces") from None
+                raise ApiError(400, f"Cannot read the traces: {error}.", "invalid_traces") from None
         with self._held() as take:
             take(sum(map(len, found.parts)))
             for part in found.parts:
                 status, told = await self._annotate(key, part, headers)
                 if status != 200:
-                    raise ApiError(status, f"The spans were not kept: {told[:300].decode('utf-8', 'replace')}", "not_kept")
+                    raise ApiError(status, f"The spans were not stored: {told[:300].decode('utf-8', 'replace')}", "not_kept")
         return found.rejected, found.why
 
     async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
@@ -340,7 +340,7 @@ class Endpoint:
             ApiError: too many are.
         """
         if self._open.total() >= self.limits.open_calls:
-            raise api_errors.too_many(f"{self.limits.open_calls} calls are open here")
+            raise api_errors.too_many(f"{self.limits.open_calls} calls are open")
         if self._open[attempt] >= self.limits.open_per_attempt:
             raise api_errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
         self._open[attempt] += 1

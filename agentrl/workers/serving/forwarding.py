@@ -186,7 +186,7 @@ class Forward:
             except TimeoutError:
                 await self._comment()
                 if await self._find_address(fresh=True) != connection.address:
-                    raise Broken("the episode is held elsewhere") from None
+                    raise Broken("another worker serves the episode") from None
 
     async def _comment(self) -> None:
         self._heard_at = time.monotonic()
@@ -201,7 +201,7 @@ class Forward:
         while (piece := await self._listen(connection, connection.piece)) is not None:
             found += piece
             if len(found) > ERROR_BYTES:
-                raise Broken("a long body where a short one belongs")
+                raise Broken("the body is too long")
         return bytes(found)
 
     async def _break_off(self, body: bytes) -> None:

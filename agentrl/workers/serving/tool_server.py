@@ -79,12 +79,12 @@ class Opened:
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Call.model_json_schema()}}}}
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No token, or a wrong one"},
-    404: {"description": "No such tool, or no such session any more"},
+    404: {"description": "Unknown tool, or unknown or closed session"},
 }
 _CALL_PROBLEMS: dict[int | str, dict[str, Any]] = {
     413: {"description": f"More than {MAX_BYTES} bytes"},
-    422: {"description": "Not the JSON object that was asked for"},
-    503: {"description": "The system failed; the call may be sent again"},
+    422: {"description": "Not the expected JSON object"},
+    503: {"description": "Internal failure; the call may be sent again"},
 }
 _SESSION_PROBLEMS: dict[int | str, dict[str, Any]] = {409: {"description": "The tool is called in a session"}}
 _SESSION_HINT = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/call calls in it."
@@ -113,7 +113,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
     async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> Answer:
         """Runs the tool; what it says to wrong arguments is an answer too."""
         if tool.name in kept:
-            raise HTTPException(409, f"{tool.name!r} keeps its names in a session, and none was named. {_SESSION_HINT}")
+            raise HTTPException(409, f"{tool.name!r} needs a session. {_SESSION_HINT}")
         return await run_in_threadpool(_call_answer, tool, await _arguments(request))
 
     @app.get("/tools/{name:path}", responses=_PROBLEMS)
@@ -121,7 +121,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
         """One tool: its schema, effects and limits."""
         return Description.of(tool)
 
-    @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many are open"}})
+    @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many sessions are open"}})
     async def open_session() -> Opened:
         """Opens a session."""
         return Opened(sessions.open(), kept, sessions.idle_seconds)
@@ -175,7 +175,7 @@ async def _body(request: Request) -> bytes:
         if size <= MAX_BYTES:
             kept += chunk
     if size > MAX_BYTES:
-        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BYTES} are read.")
+        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BYTES} are accepted.")
     return bytes(kept)
 
 
@@ -208,7 +208,9 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not guarded and not ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            raise ConfigError(f"Other machines can reach {host!r}, and no token was chosen.", "Set AGENTRL_TOOLS_TOKEN.")
+            raise ConfigError(
+                f"Cannot listen at {host!r} without a token: other machines can reach it.", "Set AGENTRL_TOOLS_TOKEN."
+            )
         made = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise _cannot_serve_error(host, error) from error
@@ -254,7 +256,7 @@ def _remove_stale_socket(path: Path) -> None:
 
 
 def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
-    return ServiceError(f"The tools cannot be served at {where}: {error}.", "Choose another: --port N, or --socket PATH.")
+    return ServiceError(f"Cannot serve tools at {where}: {error}.", "Pass another --port N, or --socket PATH.")
 
 
 def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:

@@ -71,7 +71,7 @@ def _check_private(folder: Path) -> None:
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ServiceError(
-            f"{folder}, for the embedded Redis' socket, is not a folder of yours alone.",
+            f"{folder}, the folder of the embedded Redis' socket, must belong to you and be private.",
             "Remove it, or set AGENTRL_HOME to a shorter path.",
         )
 
@@ -128,7 +128,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
         try:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         except OSError as error:
-            raise ServiceError(f"{binary} cannot be started: {error.strerror}.", server_hint()) from error
+            raise ServiceError(f"Cannot start {binary}: {error.strerror}.", server_hint()) from error
     deadline = time.monotonic() + START_SECONDS
     while not is_answering(where):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -171,7 +171,7 @@ def _silence_reason(where: Settings) -> str | None:
         with connect_redis(where) as connection:
             connection.ping()
     except ValueError:  # the error's text may show a part of the URL's secret
-        return "it is no URL of a Redis"
+        return "it is not a Redis URL"
     except (redis.RedisError, OSError) as error:
         return " ".join(str(error).split())[:200]
     return None

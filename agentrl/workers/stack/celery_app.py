@@ -61,7 +61,7 @@ def row_id(value: object) -> int:
         ConfigError: the value cannot be an id.
     """
     if type(value) is not int or not 0 < value < 2**63:
-        raise ConfigError(f"A job came with {value!r:.100} where a row's id belongs.")
+        raise ConfigError(f"The job's row id must be a number, not {value!r:.100}.")
     return value
 
 

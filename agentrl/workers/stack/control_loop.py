@@ -33,7 +33,7 @@ def run() -> None:
             except ServiceError as error:
                 readiness().lose(error.message)
             except Exception:
-                log.exception("this tick failed; the next one starts from the rows again")
+                log.exception("this tick failed; the next one reads the rows again")
             stopping.wait(settings().tick_seconds)
     finally:
         processes.stop(database)

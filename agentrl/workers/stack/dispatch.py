@@ -102,7 +102,7 @@ class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("t
         gave_up = isinstance(error, RuntimeError) and "retry limit exceeded" in str(error).lower()
         if gave_up or isinstance(error, OperationalError | OSError | redis.RedisError):
             raise ServiceError(
-                f"The broker does not take messages: {' '.join(str(error).split())}.", "See `agentrl doctor`."
+                f"The broker does not accept messages: {' '.join(str(error).split())}.", "See `agentrl doctor`."
             ) from error
         if error is None:
             faultpoint(f"send_{self._what}.after")

@@ -78,7 +78,7 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
     deadline = time.monotonic() + START_SECONDS
     while not _is_serving(where):
         if (process is not None and process.poll()) or time.monotonic() > deadline:
-            raise ServiceError("The embedded stack does not start.", "See why: agentrl logs supervisor")
+            raise ServiceError("The embedded stack did not start.", "Read its log: agentrl logs supervisor")
         if find_supervisor(where) is None:
             # If several supervisors start at once, all but one exit with 0.
             process = _spawn(where, separate) if process is None or process.poll() is not None else process
@@ -101,8 +101,8 @@ def check_separate(where: Settings, separate: bool) -> None:
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
     if separate and _is_serving(where) and not read_state(where)["separate"]:
         raise ConfigError(
-            "The running stack rolls out and trains in one process, where nothing can overlap.",
-            "Type `agentrl down; agentrl up --separate`: unfinished runs go on after that.",
+            "The running stack samples and trains in one process, so they cannot overlap.",
+            "Type `agentrl down; agentrl up --separate`. Unfinished runs then continue.",
         )
 
 
@@ -126,7 +126,7 @@ def stop(where: Settings) -> bool:
     deadline = time.monotonic() + STOP_SECONDS + 10
     while find_supervisor(where) is not None:
         if time.monotonic() > deadline:
-            raise ServiceError(f"The supervisor {pid} does not stop.", f"kill -9 {pid}")
+            raise ServiceError(f"The supervisor {pid} did not stop.", f"kill -9 {pid}")
         time.sleep(0.05)
     return True
 

@@ -68,34 +68,32 @@ def collect_process() -> Iterable[Metric]:
         ({"of": "children"}, children.ru_utime + children.ru_stime),
     ]
     yield Metric("cpu_seconds_total", "Processor time of this process, and of its children that have ended.", seconds)
-    yield Metric("peak_memory_bytes", "The most memory that this process held.", [({}, usage.ru_maxrss * 1024)])
+    yield Metric("peak_memory_bytes", "Peak memory of this process.", [({}, usage.ru_maxrss * 1024)])
     yield Metric("threads", "Threads of this process.", [({}, threading.active_count())])
-    yield Metric("machine_load", "Average number of runnable processes of the machine in a minute.", [({}, os.getloadavg()[0])])
+    yield Metric("machine_load", "Load average of the machine over one minute.", [({}, os.getloadavg()[0])])
     yield Metric("machine_processors", "Processors of the machine.", [({}, os.cpu_count() or 1)])
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        yield Metric(
-            "gpu_peak_memory_bytes", "The most GPU memory that this process held.", [({}, torch.cuda.max_memory_reserved())]
-        )
+        yield Metric("gpu_peak_memory_bytes", "Peak GPU memory of this process.", [({}, torch.cuda.max_memory_reserved())])
 
 
 def collect_work(db: Database) -> Iterable[Metric]:
     """The state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
     found = work_counts.count_work(db)
     queues = [({"queue": row["queue"], "state": state}, row[state]) for row in found.queues for state in ("held", "waiting")]
-    yield Metric("work", "Groups, updates and calls that wait for a worker, or that one holds by a lease.", queues)
+    yield Metric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
     resent = [({"queue": row["queue"]}, row["resent"]) for row in found.queues]
-    yield Metric("work_resent", "Messages that were sent again for open work.", resent)
+    yield Metric("work_resent", "Messages sent again for open work.", resent)
     yield Metric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in found.runs])
     events = [({"kind": row["kind"]}, row["n"]) for row in found.events]
-    yield Metric("failures_total", "Workers that were lost; updates, groups and reports that failed.", events)
+    yield Metric("failures_total", "Lost workers; failed updates, groups and reports.", events)
     for name, text, columns in _RUN_METRICS:
         labelled = [
             ({"run": row["run"], **({"of": of} if of else {})}, row[column]) for row in found.running for of, column in columns
         ]
         yield Metric(name, text, [(labels, value) for labels, value in labelled if value is not None])
     sandbox = [({"run": row["run"], "sandbox": row["sandbox"], "end": row["exit_status"]}, row["n"]) for row in found.sandbox]
-    yield Metric("sandbox_calls_total", "Programs that ran in the sandbox, by how they ended.", sandbox)
+    yield Metric("sandbox_calls_total", "Programs run in the sandbox, by result.", sandbox)
 
 
 _RUN_METRICS = (
@@ -136,7 +134,10 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
         server = ThreadingHTTPServer((where.metrics_host, port), Handler)
     except OSError as error:
         log.warning(
-            "no /metrics at %s:%d: %s. Set AGENTRL_METRICS_PORT to another port.", where.metrics_host, port, error.strerror
+            "cannot serve /metrics at %s:%d: %s. Set AGENTRL_METRICS_PORT to another port.",
+            where.metrics_host,
+            port,
+            error.strerror,
         )
         return None
     server.daemon_threads = True
@@ -158,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request of a path."""
         if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, "There is only /metrics.\n")
+            self._answer(404, "The only path is /metrics.\n")
             return
         try:
             with self._collecting:  # one at a time, so that no client makes many queries at once

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from agentrl.workflow.models.policy import Policy
 
 log = getLogger("agentrl.process")
-APART_HINT = "Start `agentrl worker rollout` and `agentrl worker train` apart (embedded: `agentrl down; agentrl up --separate`)"
+APART_HINT = (
+    "Start `agentrl worker rollout` and `agentrl worker train` as separate processes "
+    "(embedded: `agentrl down; agentrl up --separate`)"
+)
 """The command to type where one process must not do both."""
 
 stopping = threading.Event()
@@ -83,7 +86,7 @@ def refuse_overlap(config: RunConfig) -> None:
 def no_overlap_error(hint: str) -> ConfigError:
     """The error of a run with staleness where one process rolls out and trains."""
     return ConfigError(
-        "With rollout.max_staleness above 0 rollouts go on during updates, but here one worker process does both, so that "
+        "rollout.max_staleness above 0 needs rollouts during updates, but one worker process does both here, so that "
         "nothing could overlap.",
         hint,
     )

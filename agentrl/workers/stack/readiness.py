@@ -48,7 +48,7 @@ class Readiness:
         """Record that the broker or the database is away; log the reason, once until `confirm`."""
         if self._state == "lost":
             return
-        log.warning("not ready: %s Trying again until it answers.", reason)
+        log.warning("not ready: %s Retrying until it answers.", reason)
         self._state = "lost"
         self._remove()
 

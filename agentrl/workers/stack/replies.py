@@ -72,7 +72,7 @@ class Replies:
             try:
                 self._read_replies(connection)
             except (redis.RedisError, OSError) as error:
-                log.debug("the broker is away: %s", error)  # the worker's readiness says it once
+                log.debug("the broker does not answer: %s", error)  # the worker's readiness says it once
                 time.sleep(0.5)
 
     def _read_replies(self, connection: "redis.Redis") -> None:
@@ -89,7 +89,7 @@ class Replies:
         if found:
             self.answer(int(found[1]), (found[2] or b"").decode(errors="replace")[:MAX_REASON])
         else:  # anybody can push onto a list in Redis, which must not end the reader of all replies
-            log.warning("no call's id on %s: %.80r", self.address, said)
+            log.warning("invalid call id on %s: %.80r", self.address, said)
 
 
 class Waker:
@@ -111,7 +111,7 @@ class Waker:
             ConfigError: the address is not one of ours; anybody can write a message, and Redis holds other lists, too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
-            raise ConfigError(f"A tool call came with {address!r:.100} where the list for its reply belongs.")
+            raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")
         if address in _local_lists:
             _local_lists[address].answer(call, reason[:MAX_REASON])
             return

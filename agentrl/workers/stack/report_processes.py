@@ -77,7 +77,7 @@ class ReportProcess:
                     os.kill(int(file.parent.name), signal.SIGKILL)
 
 
-AGAIN = "The run does not wait for it; steps that it lacks are written when it answers, or by `agentrl report`."
+AGAIN = "The run continues; missing steps are written when it answers, or by `agentrl report`."
 """What follows the cause of a failure."""
 
 

@@ -124,7 +124,7 @@ class Reporter:
         """Let SIGALRM end the process if the tracker takes too long; it acts on code that never returns to Python, too."""
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
         if not leases.take_service_lease(self.db, lease, self.claim, seconds):
-            raise Fenced("Another process writes this report.")
+            raise Fenced("Another process is writing this report.")
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         try:
             yield

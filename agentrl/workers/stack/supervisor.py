@@ -70,7 +70,7 @@ class Supervisor:
     def run(self) -> None:
         """Starts, watches and stops all children; Redis starts first and stops last."""
         if broker.is_in_memory(self.where):
-            log.warning("no Redis server was found: all in this process, over an in-memory broker")
+            log.warning("no Redis server was found: running all workers in this process with an in-memory broker")
             try:
                 run_together(self._is_idle, partial(self._tend_agents, ["endpoint"]))
             finally:
@@ -145,7 +145,7 @@ class Supervisor:
             calm = now - child.started > (CALM_SECONDS_OF_ENDPOINT if child.role == "endpoint" else CALM_SECONDS)
             child.backoff = 0.5 if calm else min(2 * child.backoff, MAX_BACKOFF, self.where.lease_seconds / 2)
             child.restart_at = now + (0.0 if calm else child.backoff)
-            log.warning("%s ended with %s; again in %.1f s", child.role, code, child.restart_at - now)
+            log.warning("%s ended with %s; restarting in %.1f s", child.role, code, child.restart_at - now)
             out_of_memory = code == -signal.SIGKILL and oom_kills.count_kills() > child.kills
             if code != DeviceLost.exit_code:  # that process has recorded its end itself
                 self.news.put(partial(_record_loss, child.role, child.process.pid, code, out_of_memory))

@@ -20,7 +20,9 @@ class Channel(redis.Channel):  # type: ignore[misc]
         try:
             return super()._brpop_read(**options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # anybody who reaches Redis can push onto its lists
-            log.exception("the broker sent no valid message, or it could not be taken; the control loop sends what is missing")
+            log.exception(
+                "the broker sent an invalid message, or it could not be accepted; the control loop sends missing work again"
+            )
             raise Empty from error
 
     def _create_client(self, asynchronous: bool = False) -> Any:
@@ -33,7 +35,7 @@ class Channel(redis.Channel):  # type: ignore[misc]
     def _connparams(self, asynchronous: bool = False) -> Any:
         # Acknowledging or rejecting a message over a closed connection would raise AttributeError.
         if self.connection is None or self.connection.client is None:
-            raise ConnectionError("the connection to the broker was given up")
+            raise ConnectionError("the connection to the broker was closed")
         return super()._connparams(asynchronous)
 
 

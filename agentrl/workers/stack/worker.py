@@ -69,7 +69,7 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
-        raise ConfigError(f"There is no worker {', '.join(unknown) or 'without a role'}.", f"Known: {', '.join(ROLES)}.")
+        raise ConfigError(f"Unknown worker role: {', '.join(unknown) or 'none given'}.", f"Known: {', '.join(ROLES)}.")
     if len(roles) > 1 and not set(roles) <= SHARED_ROLES:
         raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
     set_up_logging()

@@ -113,7 +113,7 @@ def search_function(found: Any) -> Callable[..., Any]:
             own: Callable[..., Any] = (found() if isinstance(found, type) else found).run
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"The algorithm {found.__name__!r} cannot be made without arguments: {said}.") from error
+            raise ConfigError(f"Cannot create the algorithm {found.__name__!r} without arguments: {said}.") from error
         return own
     module, _, name = found.function.partition(":")
     try:

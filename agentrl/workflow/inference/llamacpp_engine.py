@@ -118,7 +118,7 @@ class LlamaServer:
 
     def _top(self, told: Probability, count: int) -> Likeliest:
         if told.top_logprobs is None:
-            said = f"The server at {self._connection.url} does not tell the likeliest tokens."
+            said = f"The server at {self._connection.url} does not return the likeliest tokens."
             raise ModelError(said, "Ask for no top_logprobs, or take a newer llama-server.")
         found = {one.id: one.logprob for one in told.top_logprobs}
         return likeliest(found, count, self._policy.vocabulary, self._connection.url)

@@ -114,7 +114,7 @@ def _find_eval(db: Within, run: int) -> Mapping[str, Any]:
     name = run_rows.run_name(db.tx, run)
     found = eval_results.find_evals(db, name)
     if not found:
-        raise StateError(f"{name!r} is no evaluation.", "Choose two of those that /api/evals lists.")
+        raise StateError(f"There is no evaluation {name!r}.", "Pass two of the evaluations in /api/evals.")
     return found[0]
 
 
@@ -154,6 +154,6 @@ def _remarks_on_tasks(sides: Sides, compared: int) -> list[str]:
     one, other = (means.keys() for means in sides.means)
     if one == other:
         left = len(one) - compared
-        return [f"{left} tasks without a done episode on one side are left out."] if left else []
-    said = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are the same: only those are compared."
+        return [f"{left} tasks are left out: one side has no done episode."] if left else []
+    said = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are in both: only those are compared."
     return [said]

@@ -78,7 +78,7 @@ def _parse(body: bytes) -> str:
     except (ValueError, RecursionError):
         asked = None
     if not isinstance(asked, dict) or not isinstance(asked.get("query"), str):
-        raise ConfigError('The request is no {"query": "SELECT ..."}.', "Send one SELECT as JSON.")
+        raise ConfigError('The request is not {"query": "SELECT ..."}.', "Send one SELECT as JSON.")
     found: str = asked["query"]
     return found
 
@@ -103,7 +103,7 @@ def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
         Busy: there was none.
     """
     if not room.acquire(timeout=seconds):
-        raise Busy("Other queries are still running.", "Ask again when they are done.")
+        raise Busy("Other queries are still running.", "Try again when they have ended.")
     try:
         yield
     finally:

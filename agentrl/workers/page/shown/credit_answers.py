@@ -131,9 +131,11 @@ def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
     """The advantages of the episode's tokens."""
     name, options = load_algorithm(reader.run["config"])
     if reader.recorded is None:
-        return TokenCredit("missing", "No update has read this episode.")
+        return TokenCredit("missing", "No update has used this episode.")
     if name in BY_EPISODE and not _from_a_model(options):
-        return TokenCredit("stored", f"{name} credits all tokens of an episode alike, as the update recorded.", reader.recorded)
+        return TokenCredit(
+            "stored", f"{name} gives all tokens of an episode the advantage that the update recorded.", reader.recorded
+        )
     if name in ("reinforce", "reinforce_plus_plus") and not _from_a_model(options):
         discount = options.get("discount")
         return _credit_by_returns(tx, reader, episode, name, 1.0 if discount is None else float(discount))
@@ -142,7 +144,7 @@ def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
         if name in ("ppo", "turn_ppo")
         else "depends on a KL to the reference"
         if _from_a_model(options)
-        else "is computed by the run's own code"
+        else "is computed by custom code of the run"
     )
     mean = f"{reader.recorded:.6g}"
     return TokenCredit("missing", f"A token's advantage {why}, which is not stored; the mean over the episode is {mean}.")
@@ -158,7 +160,7 @@ def _credit_by_returns(tx: Any, reader: Reader, episode: int, name: str, discoun
         members = [member for member in members if member.row["id"] == episode]
     shapes = load_shapes(tx, members)
     if shapes is None:
-        said = "Tokens are whitened over the whole update, which has too many turns to add up here"
+        said = "Advantages are whitened over the whole update, which has too many turns to recompute here"
         return TokenCredit("missing", f"{said}; the mean over the episode is {reader.recorded:.6g}.")
     earned = load_earned(tx, [member.row for member in members], reader.run["reward_set"])
     episodes = [_with_rewards(shapes[each.row["id"]], each, earned) for each in members if each.reward is not None]
@@ -169,9 +171,9 @@ def _credit_by_returns(tx: Any, reader: Reader, episode: int, name: str, discoun
     if not count or abs(mean - recorded) > 100 * ROUNDING * max(1.0, abs(mean)):
         if not recorded:
             return TokenCredit("stored", "The update recorded 0 for the episode.", 0.0)
-        said = f"What the rows lead to ({mean:.6g}) is not what the update recorded ({recorded:.6g})"
-        return TokenCredit("missing", f"{said}: its rewards were others then.")
-    how = "Returns to go, computed from rewards and lengths; their mean over the episode is what the update recorded."
+        said = f"The value computed from the rows ({mean:.6g}) differs from the one that the update recorded ({recorded:.6g})"
+        return TokenCredit("missing", f"{said}: the rewards have changed since.")
+    how = "Returns to go, computed from rewards and lengths; their mean over the episode equals the recorded advantage."
     return TokenCredit("computed", how, of_steps=own)
 
 

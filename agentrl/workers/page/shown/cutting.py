@@ -38,7 +38,7 @@ def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError):
-        return "(nested too deep, or a number too long, to show)", 0
+        return "(not shown: nested too deep, or a number is too long)", 0
     shallow = len(text) <= most and _depth(text) <= MOST_DEPTH
     return (value, None) if shallow else (text[:most], len(text))
 

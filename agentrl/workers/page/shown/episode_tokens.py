@@ -19,9 +19,9 @@ AROUND = 4
 MOST_COMPARED = 200
 """As many sampled tokens, and characters, are compared where it is not sure whose a tokenizer is."""
 NOT_STORED = {
-    "ratio": "The trained policy's probability over the sampler's is not stored by token; a whole update's: agentrl whatif.",
-    "entropy": "The entropy at each token is not stored; an iteration's numbers have its mean.",
-    "kl": "The KL at each token is not stored; an iteration's numbers have its mean.",
+    "ratio": "The ratio of trained to sampling probability is not stored per token. For a whole update: agentrl whatif.",
+    "entropy": "Entropy is not stored per token; each iteration has its mean.",
+    "kl": "KL is not stored per token; each iteration has its mean.",
 }
 
 
@@ -170,9 +170,9 @@ def _advantages(
 
 def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit) -> list[dict[str, str]]:
     some = any(value is not None for value in logprobs)
-    verify = f"Computed again and compared: agentrl replay {episode} --verify tokens"
+    verify = f"Recompute and compare it: agentrl replay {episode} --verify tokens"
     known = {"source": "stored", "how": f"The sampler's natural logarithm, at its temperature. {verify}"}
-    missing = {"source": "missing", "how": "No token here was sampled, or its logprob was not told by who sampled it."}
+    missing = {"source": "missing", "how": "No token was sampled here, or its sampler did not report logprobs."}
     return [
         {"name": "logprob", **(known if some else missing)},
         {"name": "advantage", "source": credit.source, "how": credit.how},

@@ -92,7 +92,7 @@ class FoundTexts:
         """These, or none where a namesake's tokens do not say what the run recorded that it sampled."""
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
-        return FoundTexts(None, "The model of that name on this machine has another tokenizer.")
+        return FoundTexts(None, "The model with this name on this machine has another tokenizer.")
 
 
 def find_texts(where: Settings, base: str) -> FoundTexts:
