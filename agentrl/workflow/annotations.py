@@ -56,7 +56,7 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
         ValueError: one is none; the message says why.
     """
     if not isinstance(values, list) or len(values) > MOST_AT_ONCE:
-        raise ValueError(f"annotations come as a list of at most {MOST_AT_ONCE}")
+        raise ValueError(f"annotations must be a list of at most {MOST_AT_ONCE}")
     return tuple(read_annotation(value, source) for value in values)
 
 

@@ -115,7 +115,7 @@ class Section(BaseModel):
         assert field.field_name is not None
         wanted = cls.model_fields[field.field_name].annotation
         if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
-            raise ValueError("true and false are neither number nor text")
+            raise ValueError("expected a number or text, not true or false")
         return value
 
 
@@ -125,7 +125,7 @@ class DatasetConfig(Section):
     PANEL: ClassVar = "What it trains on"
 
     name: str = option("gsm8k", "--dataset", min_length=1, description="Name, file, folder, OWNER/NAME; A=0.7,B=0.3")
-    split: str = option("train", "--split", description="train, test or another of its own")
+    split: str = option("train", "--split", description="train, test or another split of the dataset")
     max_tasks: int | None = option(
         None,
         "--max-tasks",
@@ -139,11 +139,13 @@ class DatasetConfig(Section):
         {}, "--map", type=str, description="Columns to read: question=A,answer=B.C"
     )
     filter: str | None = option(None, "--filter", min_length=1, description="SQL condition on the columns of rows to keep")
-    keep_solved: str | None = option(None, "--keep-solved", description="LOW..HIGH: share solved in earlier episodes")
-    order: Literal["shuffled", "easy_first"] = Field(
-        "shuffled", description="Of tasks in an epoch; easy_first: by their share solved in stored episodes"
+    keep_solved: str | None = option(
+        None, "--keep-solved", description="Keep tasks solved in this share of stored episodes: LOW..HIGH"
     )
-    skip_bad_rows: bool = Field(False, description="Leave malformed rows of a file out, and say which")
+    order: Literal["shuffled", "easy_first"] = Field(
+        "shuffled", description="Order of tasks in an epoch; easy_first: by the share solved in stored episodes"
+    )
+    skip_bad_rows: bool = Field(False, description="Skip malformed rows of a file, and list them")
 
     @field_validator("keep_solved")
     @classmethod
@@ -181,14 +183,16 @@ class ModelConfig(Section):
         min_length=1,
         description="Hub name, folder, a model of `agentrl sft`, RUN@N",
     )
-    lora: Literal["continue", "new"] = option("continue", "--lora", description="Of RUN@N: goes on, or is merged for a new one")
-    trust_remote_code: bool = option(False, "--trust-remote-code", description="Run the code that the model's folder brings")
+    lora: Literal["continue", "new"] = option(
+        "continue", "--lora", description="LoRA of --model RUN@N: continue it, or merge it and start a new one"
+    )
+    trust_remote_code: bool = option(False, "--trust-remote-code", description="Run code from the model's folder")
     load_in_4bit: bool = option(
         False,
         "--load-in-4bit/--no-load-in-4bit",
-        description="Quantise the frozen base to 4 bits (bitsandbytes NF4); LoRA trains",
+        description="Train LoRA on a base in 4 bits (bitsandbytes NF4)",
     )
-    load_in_8bit: bool = Field(False, description="Quantise the frozen base to 8 bits; LoRA trains")
+    load_in_8bit: bool = Field(False, description="Train LoRA on a base in 8 bits")
     lora_r: int | None = option(
         None, "--lora-r", ge=0, le=1024, description="LoRA rank; 0 trains all weights; unset: 8, or 0 below 50M parameters"
     )
@@ -198,32 +202,32 @@ class ModelConfig(Section):
         (ALL_LINEAR,),
         min_length=1,
         max_length=64,
-        description="Linear layers that LoRA trains, by name; all-linear: those of the decoder without head and routers",
+        description="Names of linear layers that LoRA trains; all-linear: all of the decoder except head and routers",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="auto: on a GPU LoRA in half precision, and all weights in bfloat16 with float32 masters; else float32",
     )
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Where all weights train, what the sampler's copy of them computes in; auto: as the trainer"
+        "auto", description="Precision of the sampler's weights if all weights train; auto: the trainer's"
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="How transformers computes attention; auto: its choice for the model"
+        "auto", description="Attention implementation of transformers; auto: its default for the model"
     )
     tool_format: str | None = option(
         None,
         "--tool-format",
         min_length=1,
         max_length=256,
-        description="How calls are written [the template's way]",
+        description="Tool call format [that of the template]",
     )
     strict_calls: bool = option(
-        False, "--strict-calls/--no-strict-calls", description="Read calls only as the format writes them, not as bare JSON"
+        False, "--strict-calls/--no-strict-calls", description="Read calls only in the tool format, not as bare JSON"
     )
     chat_template: str | None = option(
-        None, "--chat-template", min_length=1, max_length=131_072, description="Jinja file in place of the model's template"
+        None, "--chat-template", min_length=1, max_length=131_072, description="Jinja file to use as the chat template"
     )
-    numerics: Literal["fast", "exact"] = Field("fast", description="exact: CPU, float64, one thread, bit for bit repeatable")
+    numerics: Literal["fast", "exact"] = Field("fast", description="exact: float64 on one CPU thread, repeatable bit for bit")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -251,40 +255,42 @@ class RolloutConfig(Section):
 
     PANEL: ClassVar = "Sampling"
 
-    engine: str = option("rolling", "--engine", description="What samples: a file of workflow/engines, or package.module:name")
+    engine: str = option("rolling", "--engine", description="Sampling engine: a name, or package.module:name")
     group_size: int = option(
         8, "--group-size", "--samples-per-prompt", ge=1, le=1024, description="Episodes per task and iteration"
     )
     tasks_per_iteration: int = option(16, "--tasks-per-iteration", ge=1, le=4096, description="Groups per iteration")
     temperature: float = option(1.0, "--temperature", gt=0, le=10, description="Temperature of sampling and training")
     top_k: int = Field(
-        0, ge=0, le=MOST, description="Draw from the K likeliest tokens; 0: all. Ratios stay those of all tokens"
+        0, ge=0, le=MOST, description="Sample from the K likeliest tokens; 0: all. Probability ratios still use all tokens"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that reach this probability; ratios likewise")
-    min_p: float = Field(0.0, ge=0, le=1, description="Draw from those at least this share as likely as the likeliest")
-    stop: Texts = Field((), description="Texts that end a turn, beside the end token; they stay in it")
-    max_new_tokens: int = option(256, "--max-new-tokens", ge=1, le=131072, description="Sampled tokens per step")
-    max_steps: int = option(4, "--max-steps", ge=1, le=1000, description="Policy turns per episode")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens up to this total probability; ratios use all tokens"
+    )
+    min_p: float = Field(0.0, ge=0, le=1, description="Minimum probability of a token, as a share of the likeliest token's")
+    stop: Texts = Field((), description="Texts that end a turn, besides the end token; they are part of the turn")
+    max_new_tokens: int = option(256, "--max-new-tokens", ge=1, le=131072, description="Maximum tokens sampled per turn")
+    max_steps: int = option(4, "--max-steps", ge=1, le=1000, description="Maximum turns per episode")
     last_turn: Literal["auto", "ask", "plain"] = Field(
-        "auto", description="ask: before it, and after a repeated call, ask for the answer; auto: if the template can"
+        "auto", description="ask: ask for the answer before the last turn and after a repeated call; auto: if the template can"
     )
-    max_tool_calls: int = Field(8, ge=1, le=1000, description="Calls accepted in one turn; the rest are told so")
+    max_tool_calls: int = Field(8, ge=1, le=1000, description="Maximum calls per turn; further calls get an error")
     timeout_seconds: float = Field(
         600.0, gt=0, description="Seconds of sampling and tools in one episode, and of waiting in a server's own queue"
     )
-    max_attempts: int = Field(3, ge=1, le=100, description="Failures of the system before an episode ends as infra_error")
+    max_attempts: int = Field(3, ge=1, le=100, description="System failures after which an episode ends as infra_error")
     max_staleness: int = option(0, "--max-staleness", ge=0, le=8, description="Iterations sampled ahead of updates")
     dynamic_sampling: int = Field(
         1,
         ge=1,
         le=64,
-        description="Up to N times tasks_per_iteration groups, until tasks_per_iteration have unequal rewards; 1: off",
+        description="Sample more groups, at most N times tasks_per_iteration, until enough have unequal rewards; 1: off",
     )
 
     @model_validator(mode="after")
     def _groups_can_vary(self) -> Self:
         if self.dynamic_sampling > 1 and self.group_size == 1:
-            raise ValueError("dynamic_sampling waits for groups with unequal rewards, and a group of one never has any")
+            raise ValueError("dynamic_sampling needs groups of two or more episodes: it waits for unequal rewards")
         return self
 
 
@@ -298,28 +304,32 @@ class AlgorithmConfig(Section):
 
     PANEL: ClassVar = "Learning"
 
-    name: str = option("grpo", "--algorithm", description="A recipe, or package.module:name")
-    convention: Literal["verl", "trl"] = Field("verl", description="Whose epsilon, clips and norms, where verl and TRL differ")
+    name: str = option("grpo", "--algorithm", description="Name of an algorithm, or package.module:name")
+    convention: Literal["verl", "trl"] = Field(
+        "verl", description="Details (epsilon, clipping, normalisation) to follow where verl and TRL differ"
+    )
     clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
     clip_high: float | None = Field(None, gt=0, description="Ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(None, ge=0, description="Where A < 0 the loss is at most -A times this; 0: no such bound")
-    scale: Literal["group", "batch", "none"] | None = Field(None, description="Whose deviation advantages are divided by")
-    aggregation: Aggregation | None = Field(None, description="Tokens to one loss: " + ", ".join(get_args(Aggregation)))
-    discount: float | None = Field(None, ge=0, le=1, description="Of a reward, per token (turn_ppo: per turn) until it comes")
-    gae_lambda: float | None = Field(None, ge=0, le=1, description="GAE: 0 trusts the critic, 1 the rewards")
-    tau_positive: float | None = Field(None, gt=0, description="SAPO: how soon the gate closes where A > 0")
-    tau_negative: float | None = Field(None, gt=0, description="SAPO: how soon the gate closes where A < 0")
+    dual_clip: float | None = Field(None, ge=0, description="If A < 0: the loss is at most -A times this; 0: no bound")
+    scale: Literal["group", "batch", "none"] | None = Field(None, description="Standard deviation that divides advantages")
+    aggregation: Aggregation | None = Field(
+        None, description="How the losses of tokens are combined: " + ", ".join(get_args(Aggregation))
+    )
+    discount: float | None = Field(None, ge=0, le=1, description="Discount of a reward per token (turn_ppo: per turn)")
+    gae_lambda: float | None = Field(None, ge=0, le=1, description="Lambda of GAE: 0 relies on the critic, 1 on the rewards")
+    tau_positive: float | None = Field(None, gt=0, description="SAPO: temperature of the gate if A > 0")
+    tau_negative: float | None = Field(None, gt=0, description="SAPO: temperature of the gate if A < 0")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0: none is computed")
     kl_estimator: Literal["k1", "k2", "k3", "k3-corrected"] = Field("k3", description="How the KL of a token is estimated")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL is: in the loss, or taken off the rewards")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Add the KL to the loss, or subtract it from the rewards")
     kl_target: float | None = Field(None, gt=0, description="Move kl_coef after each update so that the KL stays near this")
     kl_horizon: int | None = Field(None, ge=1, le=MOST, description="Episodes in which kl_coef may grow by a fifth [10000]")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     importance: Literal["auto", "truncate", "mask", "none"] = Field(
-        "auto", description="Weights for tokens that the sampler scored otherwise; auto: truncate where it may"
+        "auto", description="Importance weights for tokens on which sampler and trainer differ; auto: truncate, if allowed"
     )
-    importance_level: Literal["token", "sequence"] = Field("token", description="Ratio of a token, or of its whole row")
-    importance_cap: float = Field(2.0, ge=1, description="Larger ratios are truncated to this, or masked out")
+    importance_level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per row")
+    importance_cap: float = Field(2.0, ge=1, description="Larger ratios are truncated to this value, or masked out")
 
     @model_validator(mode="before")
     @classmethod
@@ -336,17 +346,17 @@ class AlgorithmConfig(Section):
         defaults = type(self).model_fields
         for name in ("kl_estimator", "kl_in", "kl_target", "kl_horizon"):
             if not self.kl_coef and getattr(self, name) != defaults[name].default:
-                raise ValueError(f"{name} does nothing where kl_coef is 0")
+                raise ValueError(f"{name} has no effect if kl_coef is 0")
         if self.kl_horizon is not None and self.kl_target is None:
-            raise ValueError("kl_horizon does nothing without kl_target")
+            raise ValueError("kl_horizon has no effect without kl_target")
         stored = _is_stored(info)  # an older run may have it, and stays readable
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1" and not stored:
-            raise ValueError("k1 in the loss changes nothing: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
+            raise ValueError("k1 in the loss has no effect: its expected gradient is 0. Set kl_estimator=k3 or kl_in=reward")
         if self.kl_in == "reward" and self.kl_estimator == "k3-corrected":
-            raise ValueError("k3-corrected is for the loss: in the reward there is no gradient to correct")
+            raise ValueError("k3-corrected works only in the loss: the reward has no gradient to correct")
         for name in ("importance_level", "importance_cap"):
             if self.importance == "none" and getattr(self, name) != defaults[name].default:
-                raise ValueError(f"{name} does nothing where importance is none")
+                raise ValueError(f"{name} has no effect if importance is none")
         return self
 
 
@@ -359,10 +369,10 @@ ALGORITHM_OPTIONS = (
 class CriticConfig(Section):
     """The value head of an algorithm that has one: a linear layer on the policy's last hidden states."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=1, description="AdamW step size of the head; the body has the policy's")
-    loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss beside the policy's")
-    clip: float = Field(0.2, ge=0, description="A value moves at most this far from the one before the update; 0: any far")
-    warmup: int = Field(0, ge=0, le=MOST, description="First iterations in which the head alone trains")
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate of the critic's head; its body uses the policy's")
+    loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss relative to the policy loss")
+    clip: float = Field(0.2, ge=0, description="Maximum change of a value in an update; 0: unlimited")
+    warmup: int = Field(0, ge=0, le=MOST, description="Number of first iterations in which only the head trains")
 
 
 class UpdateConfig(Section):
@@ -374,8 +384,8 @@ class UpdateConfig(Section):
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
     )
-    learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Step size of the optimizer")
-    weight_decay: float = Field(0.0, ge=0, description="Its decoupled weight decay")
+    learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = option(None, "--batch-size", ge=1, le=MOST, description="Episodes per optimizer step [all]")
     gradient_accumulation_steps: int = option(
@@ -389,28 +399,30 @@ class UpdateConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
     max_sampler_difference: float | None = Field(
-        None, gt=0, description="Do not train on episodes whose sampler's logprobs are on average this far from the trainer's"
+        None, gt=0, description="Skip episodes whose sampler and trainer logprobs differ on average by more than this"
     )
     epochs: int = Field(1, ge=1, le=100, description="Passes over the episodes of an iteration")
-    max_kl: float | None = Field(None, gt=0, description="No further pass once the KL to where it began is above this")
-    warmup: int = Field(0, ge=0, le=MOST, description="First iterations, over which the learning rate rises")
-    decay: Literal["none", "linear", "cosine"] = Field("none", description="How the learning rate then falls, to 0 at the end")
+    max_kl: float | None = Field(None, gt=0, description="Stop further passes if the KL to the starting policy is above this")
+    warmup: int = Field(0, ge=0, le=MOST, description="Number of first iterations in which the learning rate rises")
+    decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="How the learning rate falls after that, to 0 at the end"
+    )
     save_every: int | None = option(
         None,
         "--save-every",
         ge=1,
         le=MOST,
-        description="Keep each Nth checkpoint, those that end epochs, the best and the last [all]",
+        description="Keep every Nth checkpoint, ends of epochs, the best and the last [all]",
     )
     mask_truncated: bool = Field(
-        False, description="Episodes cut off at a limit do not train; their rewards count in their group"
+        False, description="Do not train on episodes cut off at a limit; their rewards still count in the group"
     )
     max_bad_updates: int = Field(3, ge=1, le=1000, description="Updates with a NaN in a row before the run fails")
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.max_kl is not None and self.epochs == 1:
-            raise ValueError("max_kl ends further passes, and epochs is 1")
+            raise ValueError("max_kl has no effect if update.epochs is 1")
         return self
 
 
@@ -419,7 +431,7 @@ class SourceConfig(Section):
 
     runs: Texts = Field((), description="Train on the finished groups of these runs")
     groups: Numbers = Field((), description="Train on these groups, by their numbers")
-    reward_set: str = Field("default", pattern=NAME_PATTERN, description="Whose rewards train; `agentrl rescore` makes sets")
+    reward_set: str = Field("default", pattern=NAME_PATTERN, description="Reward set to train on; `agentrl rescore` makes sets")
 
     @property
     def given(self) -> bool:
@@ -433,7 +445,7 @@ class SearchConfig(Section):
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
-    critic_tokens: int = Field(2048, ge=1, le=131_072, description="The most tokens that it may answer with")
+    critic_tokens: int = Field(2048, ge=1, le=131_072, description="Maximum tokens of its answer")
     critic_temperature: float = Field(1.0, ge=0, le=10, description="Its sampling temperature")
     group_size: int = Field(
         1,
@@ -442,13 +454,13 @@ class SearchConfig(Section):
         description="Episodes for each task and each candidate",
         validation_alias=AliasChoices("group_size", "samples"),
     )
-    choose_tasks: int = Field(16, ge=1, le=4096, description="Tasks by which candidates are chosen")
-    held_out_tasks: int = Field(32, ge=2, le=4096, description="Tasks that no choice reads, for the gain that is reported")
-    batch_tasks: int | None = Field(None, ge=1, le=1024, description="Tasks that the critic is shown at once")
+    choose_tasks: int = Field(16, ge=1, le=4096, description="Number of tasks that choose among candidates")
+    held_out_tasks: int = Field(32, ge=2, le=4096, description="Number of held-out tasks, used only to report the gain")
+    batch_tasks: int | None = Field(None, ge=1, le=1024, description="Number of tasks shown to the critic at once")
     rounds: int | None = Field(None, ge=1, le=1000, description="apo: rounds of critique and edit")
-    beam_width: int | None = Field(None, ge=1, le=64, description="apo: candidates that a round leaves")
-    branch_factor: int | None = Field(None, ge=1, le=64, description="apo: edits of each of them")
-    max_rollouts: int | None = Field(None, ge=1, le=MOST, description="gepa: episodes that it may choose by")
+    beam_width: int | None = Field(None, ge=1, le=64, description="apo: candidates kept after a round")
+    branch_factor: int | None = Field(None, ge=1, le=64, description="apo: edits per candidate")
+    max_rollouts: int | None = Field(None, ge=1, le=MOST, description="gepa: maximum episodes for choosing")
 
 
 SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_rollouts")
@@ -460,7 +472,7 @@ class EvalConfig(Section):
 
     PANEL: ClassVar = "Learning"
 
-    every: int | None = option(None, "--eval-every", ge=1, le=MOST, description="Measure each Nth version on held-out tasks")
+    every: int | None = option(None, "--eval-every", ge=1, le=MOST, description="Evaluate every Nth version on held-out tasks")
     dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
     split: str = Field("test", description="Their split")
     tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
@@ -472,7 +484,7 @@ class EvalConfig(Section):
     def _does_something(self) -> Self:
         for name, field in type(self).model_fields.items():
             if self.every is None and getattr(self, name) != field.default:
-                raise ValueError(f"{name} does nothing without eval.every")
+                raise ValueError(f"{name} has no effect without eval.every")
         return self
 
 
@@ -492,7 +504,7 @@ class ReportConfig(Section):
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.samples and not self.to:
-            raise ValueError("samples does nothing without report.to")
+            raise ValueError("samples has no effect without report.to")
         return self
 
 
@@ -503,9 +515,9 @@ CLIENTS = "clients"
 """The agent of a run of the kind `serve`: whoever calls."""
 
 LOOP_LIMITS = {
-    "max_steps": "agent.max_calls bounds it",
-    "max_tool_calls": "it runs its calls itself",
-    "last_turn": "it decides what the model reads",
+    "max_steps": "use agent.max_calls",
+    "max_tool_calls": "it runs its own tools",
+    "last_turn": "it writes its own prompts",
 }
 """Keys of `rollout` that only the built-in loop reads -> why an agent does not."""
 
@@ -523,13 +535,13 @@ class AgentConfig(Section):
         "endpoint", "--agent-network", description="What the sandbox reaches: endpoint or all"
     )
     unsafe: bool = option(False, "--agent-unsafe", description="Run a program without the sandbox")
-    timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Its time for an episode")
+    timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Time limit per episode")
     memory_mb: int = Field(2048, ge=64, le=MOST, description="Memory of its processes, in MB")
-    processes: int = Field(256, ge=1, le=65_536, description="Its processes at once")
-    output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="What it may print; its tail is kept")
-    max_calls: int = Field(200, ge=1, le=100_000, description="Its calls of the model in an episode")
-    own_rewards: bool = Field(False, description="Rewards that it returns count too, with weight 1; else with weight 0")
-    show_reference: bool = Field(False, description="It may read the task's reference")
+    processes: int = Field(256, ge=1, le=65_536, description="Maximum processes at once")
+    output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="Maximum output; its head and tail are kept")
+    max_calls: int = Field(200, ge=1, le=100_000, description="Maximum model calls per episode")
+    own_rewards: bool = Field(False, description="Weight 1 for the rewards that it returns; false: weight 0")
+    show_reference: bool = Field(False, description="Let it read the task's reference")
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -545,14 +557,14 @@ class AgentConfig(Section):
     @classmethod
     def _leads_somewhere(cls, name: str) -> str:
         if "\0" in name:
-            raise ValueError("an agent's name holds no character 0")
+            raise ValueError("an agent's name cannot contain NUL")
         if name.startswith(PROGRAM):
             try:
                 words = shlex.split(name.removeprefix(PROGRAM))
             except ValueError as error:
                 raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
             if not words or not words[0]:
-                raise ValueError("cmd: names no program: write cmd:PROGRAM ARGUMENTS")
+                raise ValueError("missing program after cmd: write cmd:PROGRAM ARGUMENTS")
         elif name != CLIENTS and not _FUNCTION.fullmatch(name):
             raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
         return name
@@ -562,11 +574,11 @@ class AgentConfig(Section):
         if self.unsafe and self.sandbox:
             raise ValueError("sandbox and unsafe exclude each other")
         if self.unsafe and not self.command:
-            raise ValueError("unsafe is for a program: a function runs without the sandbox already")
+            raise ValueError("unsafe applies only to programs: functions run without a sandbox by default")
         if self.sandbox is False and self.command:
             raise ValueError("a program runs in the sandbox; unsafe: true runs it without")
         if self.network != "endpoint" and not self.sandboxed:
-            raise ValueError("network does nothing without the sandbox: the agent reaches what its worker reaches")
+            raise ValueError("network has no effect without the sandbox: the agent has the worker's network")
         return self
 
 
@@ -574,8 +586,8 @@ class ServedTool(Section):
     """A tool that a server of the Model Context Protocol offered when the run was submitted: every episode reads the same."""
 
     server: str = Field(description="Its name in `tools`: mcp:COMMAND")
-    name: str = Field(min_length=1, description="What the model writes")
-    description: str = Field("", description="What the model is told")
+    name: str = Field(min_length=1, description="Name that the model uses")
+    description: str = Field("", description="Description for the model")
     parameters: dict[str, Any] = Field(description="JSON schema of the arguments")
     effects: Literal["none", "repeatable", "once"] = Field("once", description="From the server's hints")
 
@@ -584,15 +596,15 @@ class RunConfig(Section):
     """The config of a run."""
 
     name: str | None = option(None, "--name", pattern=NAME_PATTERN, description="Unique name [made from dataset, model]")
-    seed: int = option(0, "--seed", ge=0, lt=2**31, description="Orders tasks and keys every random draw")
+    seed: int = option(0, "--seed", ge=0, lt=2**31, description="Seed of the task order and of all random draws")
     epochs: int | None = option(
         3, "--epochs", "--total-epochs", panel="Learning", ge=1, le=100_000, description="Passes over the dataset"
     )
     iterations: int | None = option(
-        None, "--iterations", panel="Learning", ge=1, le=MOST, description="Its length, instead of epochs"
+        None, "--iterations", panel="Learning", ge=1, le=MOST, description="Length in iterations, instead of epochs"
     )
     env: str | None = option(
-        None, "--env", panel="What it trains on", description="A file of workflow/envs [the dataset's own]"
+        None, "--env", panel="What it trains on", description="Name of an env, or package.module:name [the dataset's]"
     )
     tools: Texts = option((), "--tools", panel="What it trains on", description="More tools: a name, mcp:COMMAND")
     rewards: Weights = option(
@@ -601,14 +613,16 @@ class RunConfig(Section):
         metavar="NAME[=WEIGHT]",
         type=list[str],
         panel="What it trains on",
-        description="The objective; the env's others have weight 0 [the env's]",
+        description="Rewards and weights; other rewards of the env get weight 0 [the env's]",
     )
     resources: Annotated[dict[str, str], BeforeValidator(_as_resources)] = Field(
-        {}, description="Texts that it works with, by name: prompts, system_prompt, tool:NAME"
+        {}, description="Prompts by name: system_prompt, tool:NAME or a name for the agent"
     )
-    served_tools: tuple[ServedTool, ...] = Field((), description="What mcp:COMMAND of `tools` offers; unset: it is asked")
+    served_tools: tuple[ServedTool, ...] = Field(
+        (), description="Tools of each mcp:COMMAND in `tools`; unset: the server is asked"
+    )
     agent: AgentConfig | None = None
-    output_dir: str | None = option(None, "--output-dir", description="Where checkpoints go [in AGENTRL_HOME]")
+    output_dir: str | None = option(None, "--output-dir", description="Folder for checkpoints [in AGENTRL_HOME]")
     hooks: Texts = option((), "--hook", metavar="MODULE:CLASS", description="Hook classes, package.module:ClassName")
     dataset: DatasetConfig = DatasetConfig()
     model: ModelConfig = ModelConfig()
@@ -649,9 +663,9 @@ class RunConfig(Section):
             return asked
         for key, value in asked.items():
             if key not in NO_AGENT:
-                raise ValueError(f"agent.{key} is no option")
+                raise ValueError(f"unknown option agent.{key}")
             if value != NO_AGENT[key]:
-                raise ValueError(f"agent.{key} does nothing without an agent: name one in agent.name")
+                raise ValueError(f"agent.{key} has no effect without agent.name")
         return None
 
     @model_validator(mode="after")
@@ -660,24 +674,24 @@ class RunConfig(Section):
         if self.agent is None:
             return self
         if self.tools or self.served_tools:
-            raise ValueError("tools are offered by the built-in loop: an agent brings its own")
+            raise ValueError("tools have no effect with an agent, which has its own tools")
         defaults = RolloutConfig.model_fields
         for name, said in LOOP_LIMITS.items():
             if getattr(self.rollout, name) != defaults[name].default:
-                raise ValueError(f"rollout.{name} does nothing with an agent: {said}")
+                raise ValueError(f"rollout.{name} has no effect with an agent: {said}")
         return self
 
     @model_validator(mode="after")
     def _importance_does_something(self, info: ValidationInfo) -> Self:
         stored = _is_stored(info)
         if self.source.given and self.algorithm.importance in ("truncate", "mask") and not stored:
-            raise ValueError("importance does nothing for stored episodes: their ratio is to their sampler already")
+            raise ValueError("importance has no effect with stored episodes: their ratio is already relative to the sampler")
         return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.epochs is None) == (self.iterations is None):
-            raise ValueError("epochs and iterations both say how long a run is: give one of them")
+            raise ValueError("epochs and iterations exclude each other: pass one of them")
         return self
 
     def flat(self) -> dict[str, Any]:
@@ -781,4 +795,4 @@ def build(values: Mapping[str, Any]) -> RunConfig:
             for item in error.errors()
             for said in [item["msg"].removeprefix("Value error, ")]
         )
-        raise ConfigError(f"The config does not fit: {problems}.", "See `agentrl config show`.") from error
+        raise ConfigError(f"Invalid config: {problems}.", "See `agentrl config show`.") from error

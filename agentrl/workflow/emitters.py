@@ -191,7 +191,7 @@ def _emit(kind: str, name: str, data: Mapping[str, Any], step: int | None = None
         check(made)
     except ValueError as error:
         said = str(error)
-        raise ConfigError(f"{said[:1].upper()}{said[1:]}.", f"At most {MOST_DATA} bytes of plain JSON.") from None
+        raise ConfigError(f"{said[:1].upper()}{said[1:]}.", f"Pass at most {MOST_DATA} bytes of plain JSON.") from None
     sink(made)
 
 

@@ -50,7 +50,7 @@ def join_faults(*faults: AgentRLError) -> AgentRLError:
     first, *more = faults
     if not more:
         return first
-    return type(first)("\n  ".join((f"The request has {len(faults)} faults:", *map(str, faults))))
+    return type(first)("\n  ".join((f"The request has {len(faults)} errors:", *map(str, faults))))
 
 
 class ConfigError(AgentRLError):
@@ -133,7 +133,7 @@ class DeviceLost(AgentRLError):
     exit_code = 12
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"The device failed, and this process cannot use it any more: {reason}.", "Start the process again.")
+        super().__init__(f"This process lost its device: {reason}.", "Restart the process.")
         self.reason = reason
 
 
@@ -192,7 +192,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
-    return f"Known: {', '.join(names)}." if names else "None is known."
+    return f"Known: {', '.join(names)}." if names else "None exists."
 
 
 def _is_swap(word: str, name: str) -> bool:

@@ -106,12 +106,12 @@ def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
 def _make_hook(path: str) -> Hook:
     found = find("hooks", path)
     if not (isinstance(found, Hook) or (isinstance(found, type) and issubclass(found, Hook))):
-        raise ConfigError(f"{path!r} (hooks) is no class derived from Hook.", "Derive it: class Mine(agentrl.Hook).")
+        raise ConfigError(
+            f"{path!r} (hooks) is not a class derived from Hook.", "Derive it from Hook: class Mine(agentrl.Hook)."
+        )
     if isinstance(found, Hook):
         return found if is_lent(path) else deepcopy(found)
     try:
         return found()
     except Exception as error:
-        raise ConfigError(
-            f"The hook {path!r} cannot be made: {type(error).__name__}: {error}.", "Correct the class."
-        ) from error
+        raise ConfigError(f"Cannot create the hook {path!r}: {type(error).__name__}: {error}.", "Correct the class.") from error

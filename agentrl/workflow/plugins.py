@@ -83,7 +83,7 @@ def find(kind: str, name: str) -> Any:
     elif kind in KINDS:
         found = _own_object(kind, name)
     else:
-        raise ConfigError(f"{name!r} ({kind}) is no path to an object.", "Write package.module:Class.")
+        raise ConfigError(f"{name!r} ({kind}) is not a path to an object.", "Write package.module:Class.")
     _check(kind, name, found)
     return found
 
@@ -162,13 +162,13 @@ def _user_object(kind: str, path: str) -> Any:
         return _lent[path]
     module_name, _, attribute = path.partition(":")
     if module_name == HERE:
-        said = f"{attribute!r} ({kind}) lived in a process that has ended, and its source could not be taken along."
-        raise ConfigError(said, "Go on with it in that process, or write it into a file, and train a run anew.")
+        said = f"{attribute!r} ({kind}) was defined in a process that has ended, and its source could not be stored."
+        raise ConfigError(said, "Move it to a file, and submit a new run.")
     for place in (str(Path.cwd()), *([str(code_folder(settings()))] if path.startswith(CODE_PREFIX) else [])):
         if place not in sys.path:
             sys.path.insert(_user_position(), place)
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: it is no path of names.", _path_hint())
+        raise ConfigError(f"{path!r} ({kind}) is not a path of names.", _path_hint())
     if module_name not in sys.modules:
         with _import_lock:
             importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
@@ -178,7 +178,7 @@ def _user_object(kind: str, path: str) -> Any:
     except AttributeError as error:
         near = get_close_matches(attribute, (name for name in vars(module) if not name.startswith("_")), 1)
         hint = f"Did you mean '{module_name}:{near[0]}'?" if near else _path_hint()
-        raise ConfigError(f"{path!r} ({kind}) leads to no object: {error}.", hint) from error
+        raise ConfigError(f"{path!r} ({kind}) cannot be found: {error}.", hint) from error
 
 
 def _user_position() -> int:
@@ -192,7 +192,7 @@ def _path_hint(module: str = "") -> str:
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MOST_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
-    return f"{meant}Write package.module:name; it is looked for on PYTHONPATH and in {str(here)!r}."
+    return f"{meant}Pass package.module:name; agentrl searches PYTHONPATH and {str(here)!r}."
 
 
 def _import_module(kind: str, name: str, module: str) -> ModuleType:
@@ -200,7 +200,7 @@ def _import_module(kind: str, name: str, module: str) -> ModuleType:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{name!r} ({kind}) leads to no object: {error}.", _path_hint(error.name)) from error
+            raise ConfigError(f"{name!r} ({kind}) cannot be found: {error}.", _path_hint(error.name)) from error
         raise _import_error(kind, name, error) from error
     except (Exception, SystemExit) as error:
         raise _import_error(kind, name, error) from error
@@ -230,7 +230,7 @@ def _where(error: BaseException) -> str:
 def _check(kind: str, name: str, found: Any) -> None:
     if kind not in _CLASSES:
         by_methods = kind == "hooks" or callable(getattr(found, "rollout", None))  # an object of such a class
-        fits, wanted = callable(found) or by_methods, "nothing that can be called"
+        fits, wanted = callable(found) or by_methods, "not callable"
     else:
         wanted = f"no {_CLASSES[kind]}"
         room = importlib.import_module(f"{PACKAGE}.{kind}")

@@ -20,7 +20,7 @@ from agentrl.workflow.trajectory import Episode, Message, Step, Task
 SAMPLE_SIZE = 32
 """Tasks that are tried when a run is submitted."""
 MAX_SHOWN = 5
-HINT = "Correct the rows, or name another reward. All such rows: agentrl data check FILE --reward NAME"
+HINT = "Correct the rows, or use another reward. To list all such rows: agentrl data check FILE --reward NAME"
 
 
 def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         shown = "; ".join(problems[:MAX_SHOWN])
         raise DatasetError(
-            f"{len(problems)} of {len(sample)} tasks that were tried cannot be scored: {shown}{more}.",
+            f"{len(problems)} of {len(sample)} checked tasks cannot be scored: {shown}{more}.",
             HINT,
         )
     if settings().root.is_dir():

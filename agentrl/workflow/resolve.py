@@ -85,7 +85,7 @@ def parse_weights(words: Iterable[str]) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"{weight!r} is no weight of the reward {name!r}.", "Write --reward NAME=0.5")
+            raise ConfigError(f"{weight!r} is not a weight for the reward {name!r}.", "Write --reward NAME=0.5")
         if name in weights:
             raise ConfigError(f"The reward {name!r} is named twice.", "Give it one weight: --reward NAME=0.5")
         weights[name] = value
@@ -115,7 +115,7 @@ def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in given:
         name = OTHER_NAMES.get(key, key)
         if found.setdefault(name, (key, value))[0] != key:
-            raise ConfigError(f"{key!r} and {found[name][0]!r} are two names of one option.", "Give one of them.")
+            raise ConfigError(f"{key!r} and {found[name][0]!r} are the same option.", "Pass one of them.")
         found[name] = (key, value)
     return {name: value for name, (_, value) in found.items()}
 
@@ -129,7 +129,7 @@ class _Loader(yaml.SafeLoader):
         """The node of what comes next."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
-            said = f"aliases are not read; write out what *{event.anchor} stands for"
+            said = f"aliases are not supported; write the value of *{event.anchor} in full"
             raise yaml.composer.ComposerError(None, None, said, event.start_mark)
         return super().compose_node(parent, index)
 
@@ -174,7 +174,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{str(path)!r} must hold keys and values, not a {type(tree).__name__}.")
+        raise ConfigError(f"{str(path)!r} must contain keys and values, not a {type(tree).__name__}.")
     return dict(flatten(tree))
 
 
@@ -191,7 +191,7 @@ def _load_yaml(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it nests too deep") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # a tag that says what its value is not
-        raise ValueError(f"it holds a value that is none ({error})") from error
+        raise ValueError(f"it contains an invalid value ({error})") from error
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 def _parse_assignment(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
-        raise ConfigError(f"{text!r} is no assignment.", "Write -s key=value, for example -s rollout.group_size=4.")
+        raise ConfigError(f"{text!r} is not KEY=VALUE.", "Write -s key=value, for example -s rollout.group_size=4.")
     return key.strip(), _yaml_value(key.strip(), value)
 
 

@@ -32,10 +32,10 @@ class Prompt(str):
             ValueError: a value has no place, so that the model would never read it.
         """
         if args:
-            raise ValueError("name what belongs into a prompt: prompt.format(question=...)")
+            raise ValueError("pass the values by name: prompt.format(question=...)")
         for name in values:
             if name not in places(self):
-                raise ValueError(f"the prompt has no place for {name!r}: it must say {{{name}}}")
+                raise ValueError(f"the prompt has no placeholder for {name!r}: add {{{name}}}")
         return _PLACE.sub(lambda found: str(values.get(found[1], found[0])), self)
 
 
@@ -51,9 +51,9 @@ def fault_of(text: Any, before: str | None = None) -> str:
     if not text.strip():
         return "it is empty"
     if len(text) > LONGEST:
-        return f"it has {len(text)} characters, and {LONGEST} are the most"
+        return f"it has {len(text)} characters, at most {LONGEST} are allowed"
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-        return "it holds what is no character"
+        return "it contains an invalid character"
     lost = () if before is None else places(before) - places(text)
     return f"it lacks {', '.join(f'{{{name}}}' for name in sorted(lost))}" if lost else ""
 
@@ -68,7 +68,7 @@ def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
         raise ValueError(f"a run has at most {MOST} resources, not {len(values)}")
     for name, text in values.items():
         if not NAME.fullmatch(name):
-            raise ValueError(f"a resource's name is of letters, digits and _:./-, not {name!r:.100}")
+            raise ValueError(f"a resource's name may have letters, digits and _:./-, not {name!r:.100}")
         if fault := fault_of(text):
-            raise ValueError(f"the resource {name!r} is no text: {fault}")
+            raise ValueError(f"the resource {name!r} is not valid: {fault}")
     return dict(values)

@@ -48,24 +48,24 @@ class Settings(BaseSettings):
         default="", description="Password of agentrl_agents, which agents workers may log in as, set by `agentrl db upgrade`."
     )
     broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
-    broker_password: str = Field(default="", description="Its password, where the URL has none.")
+    broker_password: str = Field(default="", description="Password of the broker, if the URL has none.")
     redis_server: str = Field(default="", description="Path of a redis-server or valkey-server; none: no embedded broker.")
     gsm8k_dir: Path | None = Field(default=None, description="Folder with gsm8k's train.jsonl and test.jsonl.")
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a claim lives without a heartbeat.")
-    tick_seconds: float = Field(default=2.0, gt=0, description="How often the control loop compares rows with the world.")
-    idle_stop_seconds: float = Field(default=60.0, ge=0, description="When an embedded stack stops after its last run.")
+    tick_seconds: float = Field(
+        default=2.0, gt=0, description="How often the control loop compares the rows with the messages."
+    )
+    idle_stop_seconds: float = Field(default=60.0, ge=0, description="How long an embedded stack runs after its last run.")
     checkpoints: str = Field(
         default="",
         description="Where new runs keep checkpoints: s3://BUCKET/PREFIX, file:///MOUNT or a folder; empty: runs in home.",
     )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")
-    slots: int = Field(default=128, ge=1, description="Turns that are sampled at once, at most; fewer while memory runs out.")
-    engine_url: str = Field(
-        default="", description="http:// URL of the server that the engines openai and llamacpp sample with."
-    )
-    engine_key: str = Field(default="", description="Its API key, where it wants one.")
-    critic_url: str = Field(default="", description="http:// URL of the endpoint where apo and gepa ask for critique.")
-    critic_key: str = Field(default="", description="Its API key, where it wants one.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
+    slots: int = Field(default=128, ge=1, description="Maximum turns sampled at once; fewer while memory is short.")
+    engine_url: str = Field(default="", description="http:// URL of the server for the engines openai and llamacpp.")
+    engine_key: str = Field(default="", description="Its API key, if it needs one.")
+    critic_url: str = Field(default="", description="http:// URL of the critic model of apo and gepa.")
+    critic_key: str = Field(default="", description="Its API key, if it needs one.")
     search: str = Field(
         default="", description="What the tool search reads: a folder of text files, a .jsonl file, or an http:// URL."
     )
@@ -74,17 +74,21 @@ class Settings(BaseSettings):
         description="What the tool sql reads: a SQLite file, a .sql script, or a postgresql:// URL of a read-only login.",
     )
     fetch_hosts: str = Field(
-        default="", description="Hosts that the tool fetch may ask: docs.python.org,*.example.org; empty: off."
+        default="", description="Hosts that the tool fetch may access: docs.python.org,*.example.org; empty: off."
     )
-    tools_token: str = Field(default="", description="What callers of `agentrl tools serve` must send; empty: one is made up.")
-    endpoint_url: str = Field(default="", description="Where agents reach the endpoint; empty: what it says of itself.")
-    endpoint_port: int = Field(default=0, ge=0, le=65535, description="The port that the endpoint listens at; 0: a free one.")
+    tools_token: str = Field(
+        default="", description="Token that clients of `agentrl tools serve` must send; empty: a random one."
+    )
+    endpoint_url: str = Field(
+        default="", description="URL at which agents reach the endpoint; empty: the address that it reports."
+    )
+    endpoint_port: int = Field(default=0, ge=0, le=65535, description="Port of the endpoint; 0: a free one.")
     endpoint_wait_seconds: float = Field(
-        default=300.0, ge=0, description="How long the endpoint keeps a call that no rollout worker takes."
+        default=300.0, ge=0, description="How long a call waits in the endpoint for a rollout worker."
     )
-    endpoint_calls: int = Field(default=1024, ge=1, description="Calls of agents that may be open in an endpoint at once.")
+    endpoint_calls: int = Field(default=1024, ge=1, description="Maximum open calls of an endpoint.")
     serve_key: str = Field(
-        default="", description="What callers of `agentrl serve` must send as API key; empty: nothing, from this machine."
+        default="", description="API key that clients of `agentrl serve` must send; empty: none, from this machine only."
     )
     serve_origins: str = Field(
         default="",
@@ -92,32 +96,32 @@ class Settings(BaseSettings):
     )
     agents: int = Field(default=16, ge=1, le=10_000, description="Agents that an agents worker runs at once.")
     sampler_host: str = Field(
-        default="127.0.0.1", description="Where a rollout worker serves agents; auto: this machine's own address."
+        default="127.0.0.1", description="Address at which a rollout worker serves agents; auto: this machine's."
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
     report_seconds: float = Field(
         default=60.0, gt=0, description="How long a tracker may take for a step before its process is ended."
     )
     sandbox: Literal["auto", "bwrap", "landlock", "docker", "none-unsafe"] = Field(
-        default="auto", description="What holds model-written code; auto: bwrap, else landlock; none-unsafe: nothing does."
+        default="auto", description="Sandbox of model-written code; auto: bwrap, else landlock; none-unsafe: no sandbox."
     )
     sandbox_python: str = Field(
-        default="", description="The interpreter inside of the sandbox; empty: /usr/bin/python3, or the first that can be read."
+        default="", description="Python interpreter inside the sandbox; empty: /usr/bin/python3, or the first that can be read."
     )
     sandbox_uids: str = Field(
-        default="231000-231255", description="Where root starts sandboxes: the user ids they run as, one each; nobody else's."
+        default="231000-231255", description="User ids for sandboxes that root starts, one each; no other program may use them."
     )
-    sandbox_image: str = Field(default="", description="What the docker sandbox makes containers of: an image with a python3.")
+    sandbox_image: str = Field(default="", description="Image of the docker sandbox; it needs a python3.")
 
-    ready_file: Path | None = Field(default=None, description="File that a worker keeps while it serves, for health checks.")
+    ready_file: Path | None = Field(default=None, description="File that exists while a worker is ready, for health checks.")
     metrics_port: int = Field(
         default=0, ge=0, le=65_000, description="Port of /metrics of the control loop; 0: off. Other roles: the next ports."
     )
-    metrics_host: str = Field(default="127.0.0.1", description="The address that /metrics listens at.")
-    log: Literal["text", "json"] = Field(default="text", description="The form of the workers' logs: text, or json.")
+    metrics_host: str = Field(default="127.0.0.1", description="Address of /metrics.")
+    log: Literal["text", "json"] = Field(default="text", description="Format of the workers' logs: text or json.")
     notify_url: str = Field(default="", description="http:// URL that gets a POST when a run ends or waits.")
-    notify_command: str = Field(default="", description="Command that is run when a run ends or waits, JSON on its input.")
-    image: bool = Field(default=False, description="Set in the image of the compose stack: hints say what to change there.")
+    notify_command: str = Field(default="", description="Command to run when a run ends or waits; it gets JSON on stdin.")
+    image: bool = Field(default=False, description="Set in the image of the compose stack, so that hints fit it.")
 
     @field_validator("home", mode="before")
     @classmethod

@@ -188,7 +188,7 @@ def test_turns_without_tokens_are_rendered_and_their_logprobs_are_not_known() ->
 
 
 def test_tokens_of_a_larger_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="its tokens are none of the model's, which knows 7"):
+    with pytest.raises(ValueError, match="its tokens are not in the vocabulary of the model, which has 7"):
         traced_steps(turns(((ASKED,), ANSWER)), [None], chat(), 7, exact=True)
 
 

@@ -146,7 +146,7 @@ def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_
         agentrl.open("")
     with pytest.raises(ConfigError, match="no policy version"):
         store.run("first").policy("newest")
-    with pytest.raises(NotFoundError, match="none is its best"):
+    with pytest.raises(NotFoundError, match="there is no best version"):
         _ = store.run("first").best
 
 
@@ -194,7 +194,7 @@ def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path:
         (notes, ServiceError, "file is not a database"),
         (empty, NotFoundError, "There is no store"),
         (foreign, ServiceError, "is of something else"),
-        (newer, ServiceError, "A newer agentrl made this database"),
+        (newer, ServiceError, "A newer agentrl wrote this database"),
     ):
         with pytest.raises(kind, match=said):
             agentrl.open(file).runs().head()

@@ -194,9 +194,10 @@ def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"{% if %}", "no Jinja, line 1: Expected an expression"), (b"\xff\xfe{{", "not UTF-8"), (b"{{ x }" * 10, "no Jinja"),
+        (b"{% if %}", "not valid Jinja, line 1: Expected an expression"), 
+        (b"\xff\xfe{{", "not UTF-8"), (b"{{ x }" * 10, "not valid Jinja"),
         (b"{{ a }}" * MOST_BYTES, "more than 131072 bytes"), (b"{% nonsense %}", "unknown tag 'nonsense'"),
-        (b"{{ " + b"(" * 5000 + b" }}", "no Jinja"),
+        (b"{{ " + b"(" * 5000 + b" }}", "not valid Jinja"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_template_is_one_sentence(tmp_path: Path, text: bytes, why: str) -> None:
@@ -283,7 +284,7 @@ def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> Non
 def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     said = remark_on_tools(section(chat_template=PLAIN, tool_format="pythonic"), folder)
-    assert "renders no `tools`" in said
+    assert "does not render `tools`" in said
     assert "pythonic" in said
     assert NAME not in said
 
@@ -351,7 +352,7 @@ def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, ho
     file.write_text(PLAIN)
     prepared = prepare(None, build(asked | {"model.chat_template": str(file), "model.tool_format": "pythonic"}))
     assert prepared.submission.config["model"]["chat_template"] == PLAIN
-    assert any("renders no `tools`" in remark for remark in prepared.remarks)
+    assert any("does not render `tools`" in remark for remark in prepared.remarks)
     assert prepare(None, prepared.config).config == prepared.config
 
 

@@ -131,7 +131,7 @@ def test_turn_is_not_cut_at_a_text_like_an_end_token() -> None:
 def test_chat_refuses_a_template_that_drops_answers() -> None:
     silent = tiny_tokenizer([])
     silent.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ModelError, match="drops what an assistant says"):
+    with pytest.raises(ModelError, match="drops the assistant's messages"):
         Chat(silent)
 
 

@@ -138,7 +138,7 @@ def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: 
         (WEIGHTS, b"\x76" + b"weights" * 99 + b"eights", f"{WEIGHTS} was altered"),
         (WEIGHTS, b"weights" * 99, f"{WEIGHTS} has 693 bytes where 700 were written"),
         (MANIFEST, b"{", r"manifest\.json cannot be read"),
-        (MANIFEST, b'{"files": {}}', "its weights are not those of the record"),
+        (MANIFEST, b'{"files": {}}', "its weights differ from the record"),
     ],
     ids=["flipped bit", "truncated", "broken manifest", "empty manifest"],
 )
@@ -163,7 +163,7 @@ def test_an_upload_that_broke_off_is_no_checkpoint(place: str, name: str) -> Non
 
 def test_weights_of_another_record_are_refused(place: str) -> None:
     path, _ = written(place)
-    with pytest.raises(CheckpointError, match="its weights are not those of the record"):
+    with pytest.raises(CheckpointError, match="its weights differ from the record"):
         checkpoint_cache.local_part(path, "0" * 64)
 
 
@@ -215,7 +215,7 @@ def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
         with pytest.raises(ServiceError, match="has no space for the checkpoint"):
             checkpoint_cache.fault_of(path, sha256)
         subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
-        with pytest.raises(ConfigError, match="is refused to this host"):
+        with pytest.raises(ConfigError, match="cannot be read by this host"):
             checkpoint_cache.fault_of(path, sha256)
 
 

@@ -171,7 +171,7 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
 def test_a_version_is_a_number_the_best_or_an_epoch() -> None:
     assert [parse_version(word) for word in ("3", "v3", "best", "epoch3")] == [3, 3, "best", Epoch(3)]
     for word in ("", "x", "epoch", "epoch-1", "epochv1", "epoch3x", "vepoch3", "1" * 30, "epoch" + "1" * 30):
-        with pytest.raises(ConfigError, match="is no policy version"):
+        with pytest.raises(ConfigError, match="is not a policy version"):
             parse_version(word)
 
 

@@ -64,9 +64,9 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
 ) -> None:
     said = agentrl(capsys, "replay", outside)
     assert "call 0: calculator" in said
-    assert "result (as the agent told it):\n    42" in said
-    assert "no later request told what came of it" in said
-    assert "the agent was not sent all of it" in said
+    assert "result (as the agent reported it):\n    42" in said
+    assert "no later request has its result" in said
+    assert "the agent did not receive all of it" in said
     assert "done (agent_error)  reward 1" in said
     assert "the agent ended with: RuntimeError: boom" in said
     assert "the agent printed:\n    step 1\n" in said

@@ -269,7 +269,7 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "-s", "hooks=[x]", "--dry-run"], 2, "package.module:Class"),
     (["submit", "--dataset", "arithmetic", "--epochs", "0", "--dry-run"], 2, "epochs"),
     (["submit", "--dataset", "arithmetic", "--iterations", "0", "--dry-run"], 2, "iterations"),
-    (["submit", "--dataset", "arithmetic", "--iterations", "9", "--epochs", "1", "--dry-run"], 2, "give one of them"),
+    (["submit", "--dataset", "arithmetic", "--iterations", "9", "--epochs", "1", "--dry-run"], 2, "pass one of them"),
     (["submit", "--from-episodes", "first", "--iterations", "9"], 5, "agentrl submit"),
     (["resume", "first", "--epochs", "0"], 2, "--epochs"),
     (["resume", "first", "--epochs", "1", "--iterations", "2"], 2, "Leave one out"),
@@ -297,7 +297,7 @@ BAD = [
     (["chat", "--model-path", "/nowhere/model"], 8, "There is no folder '/nowhere/model'"),
     (["chat", "--model", "tiny", "--max_new_tokens", "0"], 2, "--max-new-tokens"),
     (["submit", "--dataset", "arithmetic", "--model", "", "--dry-run"], 2, "model.path"),
-    (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true and false"),
+    (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true or false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
@@ -327,7 +327,7 @@ def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answer
     file.write_text("\n".join(json.dumps({"question": f"1 + {n}?", "answer": str(n + 1)}) for n in range(4)))
     words = ["submit", "--dataset", str(file), "--model", "tiny", "--dry-run"]
     told = agentrl(capsys, *words, code=8)
-    assert f"agentrl sft --dataset {file} --model tiny; or of another's: --dataset arithmetic, " in " ".join(told.split())
+    assert f"agentrl sft --dataset {file} --model tiny; or on another dataset: --dataset arithmetic, " in " ".join(told.split())
     agentrl(capsys, "sft", "--dataset", str(file), "--model", "tiny", "--steps", "1")
     assert json.loads(agentrl(capsys, *words, "--json"))["model"].endswith("/tiny-mine")
 

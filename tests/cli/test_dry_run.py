@@ -129,7 +129,7 @@ def test_dry_run_reads_the_size_of_a_hub_model_without_downloading_it(tmp_path: 
         assert not list((tmp_path / "home").rglob("*.safetensors"))
         assert not list((tmp_path / "home").rglob("config.json"))
         code, _, told = dry_run(tmp_path / "home", "--dataset", "arithmetic", "--model", "someone/else", HF_ENDPOINT=address)
-        assert (code, "No model is called 'someone/else', here or on the hub." in told) == (8, True)
+        assert (code, "There is no model 'someone/else', here or on the hub." in told) == (8, True)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_p
         "agentrl: The request has 2 faults:",
         "  gsm8k cannot be loaded: The dataset 'openai/gsm8k' cannot be read: the hub does not answer. Set AGENTRL_GSM8K_DIR "
         "to the folder that holds train.jsonl and test.jsonl.",
-        f"  Cannot reach the hub for {NAME!r}. Name a local folder that holds a model, or tiny.",
+        f"  Cannot reach the hub for {NAME!r}. Pass a local model folder, or tiny.",
     ]
 
 

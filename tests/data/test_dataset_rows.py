@@ -158,9 +158,9 @@ def test_a_dataset_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text("raise SystemExit")
-    assert "is made by code of its own (scripted.py), which is not run. Run it yourself" in refusal(folder)
+    assert "needs its own code (scripted.py), which is not run. Run it yourself" in refusal(folder)
     (folder / "scripted.py").unlink()
-    assert "holds no rows. It may hold .jsonl" in refusal(folder)
+    assert "has no files with rows. Files may be .jsonl" in refusal(folder)
     assert "no such folder" in refusal(tmp_path / "absent")
 
 
@@ -200,7 +200,7 @@ def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
     assert "is not arrow that can be read" in refusal(file("text.arrow", b"x" * 100))
     assert "No such file" in refusal(tmp_path / "absent.parquet")
     assert "jq -c '.[]' rows.json > rows.jsonl" in refusal(file("rows.json", b"[]"))
-    assert "is not read. Write its rows as .jsonl" in refusal(file("rows.jsonl.gz", b"\x1f"))
+    assert "Write its rows as .jsonl" in refusal(file("rows.jsonl.gz", b"\x1f"))
     assert len(load(file("LOUD.CSV", b"question,answer\na,1\n")).tasks) == 1
     deep = pyarrow.array([None], pyarrow.int8())
     for _ in range(40):

@@ -270,12 +270,12 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
         ({"messages": [{"role": "user"}], "answer": "1"}, r"'messages\[0\].content' must be text, not null"),
         (
             {"messages": [{"role": "tool", "content": "x"}], "answer": "1"},
-            "no assistant's call stands before this tool's result",
+            "this tool result has no earlier call of an assistant",
         ),
         ({"messages": [{"role": "robot", "content": "x"}], "answer": "1"}, r"messages\[0\].role must be one of"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},
-            "only parts of the type text are taken",
+            "only parts of type text are accepted",
         ),
         (
             {"messages": [{"role": "assistant", "content": "x"}], "answer": "1"},
@@ -351,7 +351,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DatasetError, match="Is a directory"):
         load_tasks(DatasetConfig(name=str(tmp_path / "folder.jsonl")))
-    with pytest.raises(DatasetError, match=r"holds no task\. Write one JSON object per line"):
+    with pytest.raises(DatasetError, match=r"has no tasks\. Write one JSON object per line"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "empty.jsonl", b""))))
     with pytest.raises(DatasetError, match="one split, 'train'"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "one.jsonl", GOOD)), split="test"))

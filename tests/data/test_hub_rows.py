@@ -110,7 +110,7 @@ def test_hub_datasets_are_read_by_name_without_running_their_code(tmp_path: Path
     assert train == [["someone/rows/train/1", "1+1?", "2"]]
     assert test == [["someone/rows/test/1", "2+1?", "3"]]
     assert split.startswith("'someone/rows' has no split 'tset'")
-    assert scripted.startswith("The dataset 'someone/scripted' is made by code of its own, which is not run.")
+    assert scripted.startswith("The dataset 'someone/scripted' needs its own code, which is not run.")
     assert closed.startswith(
         "There is no folder 'someone/closed' here, and the hub has no such dataset, or you may not see it."
     )

@@ -269,7 +269,7 @@ def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_
     other.rename(mine)
     open_gate(crew.home, "tool")
     crew.wait_for(status="failed")
-    assert "Bring the same model here" in crew.reason()
+    assert "Copy the same model here" in crew.reason()
     mine.rename(other)
     (tmp_path / "kept").rename(mine)
     planning.resume(crew.database, world.RUN)

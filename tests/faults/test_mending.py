@@ -260,7 +260,7 @@ def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: 
     planning.resume(worker, RUN)
     do_jobs()
     assert facts(worker) == undamaged
-    assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is whole again"]
+    assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is intact again"]
 
 
 def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_state(worker: Database, model: Path) -> None:
@@ -272,7 +272,7 @@ def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_st
     repair.mark_broken(worker, value(worker, "SELECT id FROM runs"), str(theirs), "it was away")
     planning.resume(worker, RUN)
     do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
-    assert events(worker, "checkpoint_rebuilt") == ["version 1: the folder is whole again"]
+    assert events(worker, "checkpoint_rebuilt") == ["version 1: the folder is intact again"]
     assert run_rows.describe_run(worker, RUN)["status"] == "running"
 
 
@@ -308,7 +308,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: D
     failed = run_rows.describe_run(worker, measure)
     assert failed["status"] == "failed"
     assert failed["reason"].startswith(f"'{newest}/{MODEL}' has sha256 ")
-    told = f"was altered. `agentrl resume {RUN}` makes it again, then type `agentrl resume {measure}`."
+    told = f"was altered. `agentrl resume {RUN}` rebuilds it, then type `agentrl resume {measure}`."
     assert failed["reason"].endswith(told)
     planning.resume(worker, RUN)
     do_jobs(until=lambda: bool(events(worker, "checkpoint_rebuilt")))
@@ -352,7 +352,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     run = run_rows.describe_run(worker, RUN)
     assert run["status"] == "failed"
     assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
-    assert f"The checkpoint '{first}' is not whole: model.safetensors was altered" in run["reason"]
+    assert f"The checkpoint '{first}' is damaged: model.safetensors was altered" in run["reason"]
     assert "the last intact version is 1." in run["reason"]
     assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
     assert events(worker, "checkpoint_rebuilt") == []
@@ -532,14 +532,14 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert repair.mark_broken(database, measure, "out/v1", "it is gone") == following
     assert repair.mark_broken(database, measure, "out/v1", "so a second worker says") == following
     assert rollouts.claim_group(database, group, "host:1/a", 60) is None
-    assert blocked_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (it is gone)."
+    assert blocked_runs.find_wait_reason(database, measure) == "first is rebuilding its checkpoint (it is gone)."
     assert blocked_runs.find_wait_reason(database, work.run_id) == ""
     assert plan(control_reads.snapshot(database, 60)) == [SendTrain(following)]
     again = claim_training(database, following)
     repair.commit_rebuild(database, again, repair.load_rebuild(database, again).broken, "out/again", "abc")
     assert blocked_runs.find_wait_reason(database, measure) == ""
     assert repair.recovery_hint(database, "measure", "out/v1") == (
-        "It was made again in another folder: type `agentrl resume measure`."
+        "It was rebuilt in another folder: type `agentrl resume measure`."
     )
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts, SendRollouts]
     claimed = rollouts.claim_group(database, group, "host:1/a", 60)
@@ -560,12 +560,12 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
     planning.stop(database, "first", "paused")
     measure = run_names.find_run(database, "measure")["id"]
     assert repair.mark_broken(database, measure, "out/v1", "gone") is None
-    resumed = "`agentrl resume first` makes it again, then type `agentrl resume measure`."
+    resumed = "`agentrl resume first` rebuilds it, then type `agentrl resume measure`."
     assert repair.recovery_hint(database, "measure", "out/v1") == resumed
     planning.resume(database, "first")
     assert repair.mark_broken(database, measure, "out/v1", "gone") == following
     for kept in ("measure", "first"):
-        assert blocked_runs.find_wait_reason(database, measure) == "first makes its checkpoint again (gone)."
+        assert blocked_runs.find_wait_reason(database, measure) == "first is rebuilding its checkpoint (gone)."
         planning.stop(database, kept, "paused")
         assert blocked_runs.find_wait_reason(database, measure) == ""
         planning.resume(database, kept)

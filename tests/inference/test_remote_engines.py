@@ -303,8 +303,8 @@ def test_what_a_server_answers_instead_is_an_error_of_its_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     routes, url = server
-    monkeypatch.setattr(routes, "_complete", lambda body: (status, {"error": "as it says"}))
-    assert "as it says" in refusal(client(url), kind)
+    monkeypatch.setattr(routes, "_complete", lambda body: (status, {"error": "as declared"}))
+    assert "as declared" in refusal(client(url), kind)
 
 
 def test_a_closed_engine_samples_no_more_and_waits_for_nobody(
@@ -395,7 +395,7 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ("spoil", "said"),
     [
         (lambda reply: {**reply, "model": "another"}, "was asked for 'small'; 'another' answered"),
-        (spoilt(token_ids=None), "engine without token ids"),
+        (spoilt(token_ids=None), "does not return token ids"),
         (spoilt(logprobs=None), "no logprobs"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "NaN instead of logits"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "NaN instead of logits"),
@@ -417,7 +417,7 @@ def test_an_answer_that_cannot_be_recorded_as_it_is_ends_the_run(
     assert said in refusal(client(server[1]), ModelError)
 
 
-NONSENSE = "with what this engine cannot read: "
+NONSENSE = "with data that this engine cannot read: "
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     routes.spoil = lambda reply: {**reply, told: [{"logprob": -1.0}]}
     assert "tokens that it did not sample" in refusal(engine, InfraError)
     routes.spoil = lambda reply: {**reply, "tokens": []}
-    assert "engine without token ids" in refusal(engine, ModelError)
+    assert "does not return token ids" in refusal(engine, ModelError)
 
 
 @pytest.mark.slow
@@ -669,7 +669,7 @@ def test_llama_cpp_with_another_vocabulary_is_refused(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server[0].policy.tokenizer, "encode", lambda text, **options: [1, 2, 3])
-    assert "splits text otherwise" in refusal(client(server[1], name="llamacpp"), ModelError)
+    assert "has another tokenizer" in refusal(client(server[1], name="llamacpp"), ModelError)
 
 
 def test_doctor_says_what_the_server_serves_or_that_it_is_away(server: tuple[Routes, str], home: Path) -> None:

@@ -43,7 +43,7 @@ def test_gguf_file_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path) -
     (tmp_path / "text.gguf").write_text("no model")
     for name, reason in {"other": "architecture nosuch is not supported", "half": "", "text": ""}.items():
         file = tmp_path / f"{name}.gguf"
-        with pytest.raises(ModelError, match=rf"'{file}' is no model that can be loaded: .*{reason}") as caught:
+        with pytest.raises(ModelError, match=rf"'{file}' cannot be loaded: .*{reason}") as caught:
             resolve_model(str(file), "arithmetic")
         assert "\n" not in caught.value.message
         assert "--engine llamacpp" in caught.value.hint

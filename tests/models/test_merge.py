@@ -133,7 +133,7 @@ def test_what_cannot_be_merged_is_refused_in_a_sentence_and_nothing_is_written(
     sealed_folder.weights_of(made).write_bytes(whole)
     shutil.rmtree(elsewhere)
     tiny_random(elsewhere, seed=1)
-    assert "was made with base" in agentrl(capsys, "merge", "first@1", "--out", plain, code=8)[1]
+    assert "was submitted with base" in agentrl(capsys, "merge", "first@1", "--out", plain, code=8)[1]
     assert not Path(plain).exists()
 
 

@@ -128,7 +128,7 @@ def test_without_the_flag_it_is_refused_before_anything_runs_or_is_written(
         ["sft", "--model", str(own), "--steps", "1"],
     ):
         said = agentrl(capsys, *words, code=8)[1]
-        assert f"agentrl: The model in '{own}' brings code of its own (modeling_own.py)." in said, words
+        assert f"agentrl: The model in '{own}' needs its own code (modeling_own.py)." in said, words
         assert "--trust-remote-code" in said
     assert value(worker, "SELECT count(*) FROM runs") == 0
     assert not settings().models_dir.exists() or not list(settings().models_dir.iterdir())
@@ -145,7 +145,7 @@ def test_with_the_flag_sft_learns_it_and_chat_talks_to_what_was_made(
     monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
     out, _ = agentrl(capsys, "chat", "--policy", "made", "--trust-remote-code", "--max-new-tokens", "4")
     assert out
-    assert "brings code of its own" in agentrl(capsys, "chat", "--policy", "made", code=8)[1]
+    assert "needs its own code" in agentrl(capsys, "chat", "--policy", "made", code=8)[1]
     measured, _ = eval_run_of(str(own), "arithmetic", "test", 2, {}, trust=True)
     assert submission.prepare(worker, measured, kind="eval").submission.manifest["trust_remote_code"] is True
 
@@ -164,7 +164,7 @@ def test_a_run_whose_models_code_was_changed_does_not_go_on(
     do_jobs()
     row = run_names.find_run(worker, "first")
     assert row["status"] == "failed"
-    assert "was made with code" in row["reason"]
+    assert "was submitted with code" in row["reason"]
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,5 @@ def test_code_of_the_tokenizer_counts_too(tmp_path: Path) -> None:
 
 def test_a_model_that_was_fetched_without_its_code_says_so(own: Path) -> None:
     (own / "modeling_own.py").unlink()
-    with pytest.raises(ModelError, match="wants code of its own"):
+    with pytest.raises(ModelError, match="needs its own code"):
         Policy.load(ModelConfig.model_validate({"path": str(own)}), str(own), "cpu")

@@ -319,7 +319,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"Cannot reach the hub for 'someone/something'\. Name a local folder"):
         model_folder("someone/something")
-    with pytest.raises(ModelError, match="No model is called 'a/b/c'"):
+    with pytest.raises(ModelError, match="There is no model 'a/b/c'"):
         model_folder("a/b/c")
 
 

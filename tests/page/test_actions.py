@@ -77,7 +77,7 @@ def test_what_the_command_refuses_is_told_in_its_words(trained: Database) -> Non
     ((status, said),) = post(application(store(trained), actions=True), ("tag", {"run": 1, "text": "x" * 1000}))
     assert (status, said["timed_out"]) == (200, False)
     assert said["exit_code"] != 0
-    assert "is no tag" in said["output"]
+    assert "is not a valid tag" in said["output"]
 
 
 @pytest.mark.slow

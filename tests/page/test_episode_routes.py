@@ -146,7 +146,7 @@ def test_a_failed_episode_says_why_no_update_read_it(database: Database) -> None
     fail(database, work, 0)
     found = PageOver(database).read("/api/episodes/1")
     assert found["fate"]["sentence"] == "not trained: it failed (the reward raised)"
-    assert found["advantage"]["how"] == "No update has read it."
+    assert found["advantage"]["how"] == "No update has used it."
 
 
 def test_long_texts_are_cut_where_they_stand_and_told_by_their_paths(database: Database) -> None:

@@ -132,7 +132,7 @@ def test_a_run_whose_checkpoint_is_made_again_waits_for_its_maker(database: Data
         tx.execute(text("UPDATE policies SET path = 'out/v1' WHERE run_id = 2"))
         tx.execute(text("UPDATE runs SET status = 'running'"))
     said = PageOver(database).read("/api/runs/2")["waits_for"]
-    assert said == find_wait_reason(database, 2) == "maker makes its checkpoint again (a file is gone)."
+    assert said == find_wait_reason(database, 2) == "maker is rebuilding its checkpoint (a file is gone)."
 
 
 # one run

@@ -43,7 +43,7 @@ def test_a_word_that_is_both_given_and_taken_away_is_given(labelled: Database) -
 
 def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database) -> None:
     for word in ("", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65):
-        with pytest.raises(ConfigError, match="is no tag"):
+        with pytest.raises(ConfigError, match="is not a valid tag"):
             tags_and_notes.change_tags(labelled, "first", ["good", word])
         assert label_rows.list_tags(labelled, "first") == [], word
         assert tags_and_notes.change_tags(labelled, "first", [], [word]) == [], word

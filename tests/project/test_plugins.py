@@ -45,7 +45,7 @@ def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monke
 
 @pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])
 def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
-    with pytest.raises(ConfigError, match="leads to no object"):
+    with pytest.raises(ConfigError, match="cannot be found"):
         find("rewards", path)
 
 
@@ -57,7 +57,7 @@ def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
         ("x = 1 / 0\n", r"bad_file\.py:1: ZeroDivisionError"),
         ("raise SystemExit(3)\n", r"bad_file\.py:1: SystemExit: 3"),
         ("x = 1\n", "has no attribute 'thing'"),
-        ("thing = 1\n", "nothing that can be called but of type int"),
+        ("thing = 1\n", "not callable but of type int"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_named_with_its_line_and_error(
@@ -88,7 +88,7 @@ def test_an_object_of_the_wrong_kind_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("path", ["x", "os:path", "agentrl.workflow.trajectory:Task", "no_module:x"])
 def test_a_hook_that_is_none_is_one_sentence(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"Write package\.module:|no class derived from Hook|nothing that can be called"):
+    with pytest.raises(ConfigError, match=r"Write package\.module:|no class derived from Hook|not callable"):
         load_hooks([path])
 
 

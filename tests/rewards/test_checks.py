@@ -256,7 +256,7 @@ def test_a_run_over_tasks_whose_tests_cannot_all_be_judged_is_refused_with_their
     test, why = REFUSED[name]
     rows = [FORMS["variables"], human("same", 'def same(n):\n    """n"""\n', "    return n\n", test)]
     file = write(tmp_path / "own.jsonl", *rows)
-    with pytest.raises(DatasetError, match="1 of 2 tasks that were tried cannot be scored: own/same: tests_passed: ") as told:
+    with pytest.raises(DatasetError, match="1 of 2 checked tasks cannot be scored: own/same: tests_passed: ") as told:
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
     assert why in told.value.message
     assert "squares_of_odd" not in told.value.message

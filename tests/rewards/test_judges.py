@@ -48,7 +48,7 @@ ASK = chat().turn(Message("assistant", "", tool_calls=(CALL.call,)))
 def _length(text: str) -> str:
     """How long the text is."""
     if text == "41":
-        raise ValueError("41 is no number of mine")
+        raise ValueError("41 is not a number of mine")
     return str(len(text))
 
 

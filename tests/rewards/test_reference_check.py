@@ -71,7 +71,7 @@ def test_shipped_datasets_references_earn_full_marks(box: None, name: str) -> No
 def test_submit_refuses_a_sampled_row_that_cannot_be_scored(tmp_path: Path) -> None:
     rows = [{"question": f"What is {number}?", "answer": str(number)} for number in range(3)]
     file = write(tmp_path / "own.jsonl", *rows, {"question": "How many?", "answer": "5 to 7"})
-    with pytest.raises(DatasetError, match=r"1 of 4 tasks that were tried cannot be scored: own/4: numeric_answer: "):
+    with pytest.raises(DatasetError, match=r"1 of 4 checked tasks cannot be scored: own/4: numeric_answer: "):
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
 
 

@@ -99,7 +99,7 @@ def test_a_database_that_stays_away_is_said_in_one_sentence(monkeypatch: pytest.
 
 
 def test_a_url_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no database URL"):
+    with pytest.raises(ConfigError, match="not a database URL"):
         Database("not a url")
 
 

@@ -686,7 +686,7 @@ def test_what_cannot_be_compared_is_refused_with_what_to_type(
 
 @pytest.mark.parametrize("key", ["split", "dataset", "tasks", "group_size"])
 def test_an_option_of_evaluations_is_refused_where_none_is_made(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} does nothing without eval.every"):
+    with pytest.raises(ConfigError, match=f"{key} has no effect without eval.every"):
         build({f"eval.{key}": 7 if key in ("tasks", "group_size") else "other"})
 
 

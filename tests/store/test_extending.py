@@ -148,7 +148,7 @@ def _collected(db: Database) -> None:
     [
         (_decaying, ConfigError, r"falls to 0 at its end \(update.decay=linear\)"),
         (_cancelled, StateError, "cancelled for good"),
-        (_long, ConfigError, "no run has more than"),
+        (_long, ConfigError, "the maximum is"),
         (_collected, CheckpointError, "Policy version 1, .* was collected on"),
         (lambda db: planning.submit(db, submission(kind="eval")), StateError, "trains nothing"),
     ],

@@ -336,7 +336,7 @@ def test_a_cursor_is_refused_from_however_deep_it_is_read() -> None:
 
 
 def refused(read: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError, match="is no cursor of this list with this filter and order") as caught:
+    with pytest.raises(ConfigError, match="is not a cursor of this list with this filter and order") as caught:
         read()
     assert caught.value.exit_code == 2
     assert len(str(caught.value)) < 400

@@ -325,6 +325,6 @@ def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Datab
     train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})
     train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})
     for base, tokenizer, made_with in (("two", "t", "base one"), ("one", "u", "tokenizer t")):
-        with pytest.raises(ModelError, match=f"was made with {made_with}"):
+        with pytest.raises(ModelError, match=f"was submitted with {made_with}"):
             train_commits.confirm_base(database, 1, base, {"tokenizer": tokenizer})
     assert value(database, "SELECT base_hash FROM runs") == "one"

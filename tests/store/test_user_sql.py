@@ -210,9 +210,9 @@ def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Setti
         ("SELECT * FROM v_episdoes", "Did you mean 'v_episodes'?"),
         ("SELECT statsu FROM v_runs", "Did you mean 'status'?"),
         ("SELECT e.iteraton FROM v_episodes e JOIN v_runs r ON r.run = e.run", "Did you mean 'iteration'?"),
-        ("SELECT * FROM nowhere", "What there is: agentrl sql --schema"),
-        ("SELECT nothing_like_it FROM v_runs", "What there is: agentrl sql --schema"),
-        ("SELECT status", "What there is: agentrl sql --schema"),
+        ("SELECT * FROM nowhere", "List the views: agentrl sql --schema"),
+        ("SELECT nothing_like_it FROM v_runs", "List the views: agentrl sql --schema"),
+        ("SELECT status", "List the views: agentrl sql --schema"),
     ],
 )
 def test_a_view_or_column_that_is_none_is_told_the_nearest(asked: Settings, wrong: str, hint: str) -> None:

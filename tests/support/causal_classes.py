@@ -56,7 +56,7 @@ CLASSES: tuple[str, ...] = (
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("cpmant", "xlm", "xlnet"), "not causal"),
-    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), "numbers positions in a way of its own"),
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "xlm-roberta"), "does not support the position numbers"),
     "xmod": "Input language unknown",
 }
 """Model type -> why the sampler refuses it."""

@@ -553,7 +553,7 @@ def test_the_tools_of_an_env_and_of_a_server_are_offered_together() -> None:
     tools = select_tools("math", ["calculator", "echo", server, "echo", server])
     assert {"calculator", "echo", "add"} <= set(tools)
     assert tools["add"].effects == "none"
-    with pytest.raises(ConfigError, match="Two tools are called 'search'"):
+    with pytest.raises(ConfigError, match="Two tools have the same name 'search'"):
         select_tools("search_qa", ["search"])
 
 

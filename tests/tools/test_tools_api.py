@@ -253,7 +253,7 @@ def test_a_run_adds_tools_to_its_env_by_name_and_by_path(user_tools: str) -> Non
     assert list(offered_tools(env, config)) == ["calculator", "echo", "shout"]
     assert offered_tools(env, config)["shout"].call({"text": "hi"}) == "HI"
     assert offered_tools(env, build({})).keys() == {"calculator"}
-    with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
+    with pytest.raises(ConfigError, match="Two tools have the same name 'calculator'"):
         offered_tools(env, build({"tools": f"{user_tools}:other"}))
 
 

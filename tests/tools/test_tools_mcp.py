@@ -107,10 +107,10 @@ def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_d
 
 @pytest.mark.usefixtures("forked_programs")
 def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failure(served: dict[str, mcp_tool.McpTool]) -> None:
-    with pytest.raises(InfraError, match="died twice"):
+    with pytest.raises(InfraError, match="ended twice"):
         served["doomed"].call({})
     gone = ServedTool(server="mcp:no_such_command_anywhere", name="x", parameters={"type": "object"})
-    with pytest.raises(InfraError, match="does not start: FileNotFoundError"):
+    with pytest.raises(InfraError, match="did not start: FileNotFoundError"):
         mcp_tool.McpTool.of(gone).call({})
 
 
@@ -209,10 +209,10 @@ def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("mcp:", "names no command"),
+        ("mcp:", "Missing command"),
         ("mcp:'", "is not a command"),
         ("mcp:no_such_command_anywhere", "No such file"),
-        ("mcp:true", "does not list its tools"),
+        ("mcp:true", "did not list its tools"),
         (f"mcp:{sys.executable} -c 'raise SystemExit(\"words of its own\")'", "words of its own"),
     ],
 )
@@ -235,7 +235,7 @@ def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> 
         Env(tools=("mcp:x",)).toolset()
     twin = ServedTool(server="mcp:x", name="calculator", parameters={"type": "object"})
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (twin,)})
-    with pytest.raises(ConfigError, match="Two tools are called 'calculator'"):
+    with pytest.raises(ConfigError, match="Two tools have the same name 'calculator'"):
         offered_tools(find("envs", "math"), config)
 
 
@@ -243,11 +243,11 @@ def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> 
 def test_a_tool_whose_calls_would_not_be_found_again_is_not_offered(called: str) -> None:
     told = ServedTool.model_construct(server="mcp:x", name=called, description="d", parameters={"type": "object"})
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (told,)})
-    with pytest.raises(ConfigError, match="of 'mcp:x' has a name that no call can have") as refused:
+    with pytest.raises(ConfigError, match="of 'mcp:x' has an invalid name") as refused:
         offered_tools(find("envs", "math"), config)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 300
-    with pytest.raises(ConfigError, match="has a name that no call can have"):
+    with pytest.raises(ConfigError, match="has an invalid name"):
         mcp_tool.McpTool.of(told).check()
 
 

@@ -160,7 +160,7 @@ def test_a_call_that_was_given_up_takes_no_turn(taken: Callable[[], None]) -> No
     with pytest.raises(InfraError, match="not served"):
         told("print(1)", Late(late, timeout_seconds=0.05))
     given_up.set()
-    assert said.get(timeout=60) == "The call was given up before its turn came."
+    assert said.get(timeout=60) == "The call was cancelled while it waited."
 
 
 def test_without_a_sandbox_a_run_with_the_tool_is_refused_and_told_what_to_install(

@@ -149,7 +149,7 @@ def test_a_collection_that_is_none_is_refused_before_the_run(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"Line 2 of .*bad\.jsonl"):
         search_in(tmp_path / "bad.jsonl").call({"query": "a"})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="has no texts"):
         search_in(tmp_path / "empty").call({"query": "a"})
 
 

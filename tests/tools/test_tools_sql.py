@@ -70,7 +70,7 @@ def test_long_answers_are_cut_and_the_model_told_so(database: str) -> None:
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("SELEC 1", "does not work: near"),
+        ("SELEC 1", "Invalid query: near"),
         ("SELECT nobody FROM runs", "no such column: nobody"),
         ("SELECT 1; SELECT 2", "Only one statement"),
         ("SELECT 1\x00", "NUL"),

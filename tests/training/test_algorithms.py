@@ -301,10 +301,10 @@ def test_find_returns_the_algorithm() -> None:
 @pytest.mark.parametrize(
     ("name", "named", "said"),
     [
-        ("reinforce", {"clip_low": 0.1}, "algorithm.clip_low does nothing with reinforce. It takes aggregation, discount."),
-        ("grpo", {"gae_lambda": 0.9}, "algorithm.gae_lambda does nothing with grpo."),
-        ("sapo", {"dual_clip": 3.0}, "algorithm.dual_clip does nothing with sapo."),
-        ("cispo", {"convention": "trl", "clip_low": 0.2}, "algorithm.clip_low does nothing with cispo."),
+        ("reinforce", {"clip_low": 0.1}, "algorithm.clip_low has no effect with reinforce. It takes aggregation, discount."),
+        ("grpo", {"gae_lambda": 0.9}, "algorithm.gae_lambda has no effect with grpo."),
+        ("sapo", {"dual_clip": 3.0}, "algorithm.dual_clip has no effect with sapo."),
+        ("cispo", {"convention": "trl", "clip_low": 0.2}, "algorithm.clip_low has no effect with cispo."),
     ],
 )
 def test_an_option_that_the_algorithm_ignores_is_refused_with_those_it_takes(
@@ -330,7 +330,7 @@ def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: floa
 
 @pytest.mark.parametrize("named", [{"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_target": 0.1}])
 def test_what_is_said_of_a_kl_that_there_is_not_is_refused(named: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does nothing where kl_coef is 0"):
+    with pytest.raises(ValueError, match="has no effect if kl_coef is 0"):
         AlgorithmConfig(**named)
 
 

@@ -113,7 +113,7 @@ def test_a_base_that_was_replaced_is_noticed_before_anything_starts(
     file = own / "config.json"
     file.write_text(file.read_text() + " ")
     for words in (("submit", *SMALL, "--model", "first@1"), ("resume", "first", "--iterations", "1")):
-        assert "not the one any more that these weights were trained on" in agentrl(capsys, *words, code=8)[1]
+        assert "has changed since these weights were trained on it" in agentrl(capsys, *words, code=8)[1]
 
 
 def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
@@ -121,7 +121,7 @@ def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["lora"])
     words = ("submit", *SMALL, "--model", "first@1", "-s", "model.sampler_dtype=bfloat16")
-    assert "The config does not fit: model: with LoRA the sampler shares" in agentrl(capsys, *words, code=2)[1]
+    assert "Invalid config: model: with LoRA the sampler shares" in agentrl(capsys, *words, code=2)[1]
 
 
 @pytest.mark.slow

@@ -90,8 +90,8 @@ def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> Non
         ("{", "not JSON"),
         ("[]", "must be an object"),
         ({"question": "a"}, "must have one of"),
-        ({"messages": []}, "no message is the assistant's"),
-        ({"messages": [user]}, "no message is the assistant's"),
+        ({"messages": []}, "it has no assistant message"),
+        ({"messages": [user]}, "it has no assistant message"),
         ({"messages": [said]}, "answers none"),
         ({"messages": [user, said, said]}, "answers none"),
         ({"messages": [{"role": "robot", "content": "a"}, said]}, "role must be one of"),
@@ -107,7 +107,7 @@ def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> Non
         ({"messages": [user, said], "tools": [{"name": "f"}]}, "'tools'"),
         ({"question": "\x00", "answer": "b"}, "U+0000"),
         ({"question": "\ud800", "answer": "b"}, "U+D800"),
-        ({"question": "a" * MAX_ROW_BYTES, "answer": "b"}, "the most that is read"),
+        ({"question": "a" * MAX_ROW_BYTES, "answer": "b"}, "the limit"),
         ("[" * 100_000, "nested too deeply"),
     ]
     for line, why in lines:
@@ -115,7 +115,7 @@ def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> Non
             read_demonstrations(DatasetConfig(name=str(written(tmp_path, {"question": "a", "answer": "b"}, line))))
         assert "line 2: " in str(refused.value), line
         assert why in str(refused.value), line
-    with pytest.raises(DatasetError, match="holds no demonstration"):
+    with pytest.raises(DatasetError, match="has no demonstrations"):
         read_demonstrations(DatasetConfig(name=str(written(tmp_path))))
     with pytest.raises(DatasetError, match="No such file"):
         read_demonstrations(DatasetConfig(name=str(tmp_path / "none.jsonl")))

@@ -349,7 +349,7 @@ def test_an_update_that_left_groups_out_is_repeated_without_them(
 
 
 def test_a_group_of_one_never_has_variance() -> None:
-    with pytest.raises(ConfigError, match="a group of one never has any"):
+    with pytest.raises(ConfigError, match="needs groups of two or more episodes"):
         build({"rollout.group_size": 1, "rollout.dynamic_sampling": 2})
 
 

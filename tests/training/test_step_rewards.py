@@ -300,9 +300,9 @@ def test_rescoring_by_a_reward_that_raises_says_in_one_line_why_and_that_its_fil
     ("name", "why"),
     [
         ("no_such", "No reward is called"),
-        (f"{HERE}:nothing", "leads to no object"),
-        (f"{HERE}:SAID", "nothing that can be called"),
-        (f"{HERE}:awaited", "is an async function, which nobody awaits"),
+        (f"{HERE}:nothing", "cannot be found"),
+        (f"{HERE}:SAID", "not callable"),
+        (f"{HERE}:awaited", "is an async function, which is not supported"),
         (f"{HERE}:two_of_them", "cannot be called with an episode alone: missing a required argument: 'other'"),
     ],
 )

@@ -290,7 +290,7 @@ def test_every_tracker_file_defines_a_tracker() -> None:
 def test_config_takes_trackers_by_commas_and_refuses_samples_without() -> None:
     assert build({"report.to": "wandb, mlflow"}).report.to == ("wandb", "mlflow")
     assert build({"report.to": ["wandb"]}).report.to == ("wandb",)
-    with pytest.raises(ConfigError, match=r"samples does nothing without report\.to"):
+    with pytest.raises(ConfigError, match=r"samples has no effect without report\.to"):
         build({"report.samples": 2})
 
 

@@ -82,7 +82,7 @@ def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_el
     settings.cache_clear()
     assert requirements.list_lacks(question, ["rollout", "train"]) == []
     (said,) = requirements.list_lacks(question, ["tools"])
-    assert "no collection is named" in said
+    assert "no collection is set" in said
     assert "The worker was started without AGENTRL_SEARCH." in said
 
 
@@ -123,7 +123,7 @@ def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path:
         ({"base": "/nowhere/model"}, "train", "There is no folder '/nowhere/model' here"),
         ({"output_dir": "/proc/runs"}, "train", "cannot write to"),
         ({"version": "0.0.0"}, "tools", "is agentrl"),
-        ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "leads to no object"),
+        ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "cannot be found"),
     ],
 )
 def test_what_is_not_here_is_said_by_the_worker_that_needs_it(

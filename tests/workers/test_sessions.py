@@ -357,7 +357,7 @@ def test_a_run_takes_its_python_with_or_without_a_session() -> None:
 
 
 def test_where_there_is_no_episode_a_session_is_refused_or_lasts_the_conversation(box: None) -> None:
-    with pytest.raises(ConfigError, match="keeps names for an episode"):
+    with pytest.raises(ConfigError, match="needs an episode"):
         python_session.call({"code": "1"})
     notebook = Notebook()
     assert [notebook.run(python_session, {"code": code}).content for code in ("x = 2", "x", "1 / 0", "x")][1::2] == ["2", "2"]

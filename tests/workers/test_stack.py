@@ -175,7 +175,7 @@ def test_the_stack_starts_in_a_folder_with_packages_of_the_same_names(stack: Sta
 def test_a_plug_in_that_is_not_there_is_still_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ConfigError, match="leads to no object"):
+    with pytest.raises(ConfigError, match="cannot be found"):
         find("rewards", "not_mine:thing")
 
 

@@ -60,7 +60,7 @@ def test_spans_of_a_strangers_episode_and_of_a_strangers_key_are_refused(stage: 
     other = [{"key": "agentlightning.rollout_id", "value": {"stringValue": str(number + 1)}}]
     refused = post(served, key, as_json(attributes=other))
     assert refused.status_code == 400
-    assert f"a span is of episode {number + 1}, and this key is of another" in refused.json()["message"]
+    assert f"a span belongs to episode {number + 1}, but the key belongs to another" in refused.json()["message"]
     assert post(served, key, as_json(attributes=[{**other[0], "value": {"stringValue": "ro-abc"}}])).status_code == 200
     for wrong in (new_emit_key(), sampling_key(key), "x"):
         assert post(served, wrong, as_json()).status_code == 401

@@ -210,7 +210,7 @@ def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until
         driver.handle([driver.inbox.get(timeout=60)])
     assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting"], "said once"
     (said,) = values(own_database, "SELECT detail FROM events WHERE kind = 'waiting'")
-    for part in (worker_name(), "no collection is named", "AGENTRL_SEARCH", "agentrl resume"):
+    for part in (worker_name(), "no collection is set", "AGENTRL_SEARCH", "agentrl resume"):
         assert part in said
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     for _ in range(RESENDS):
@@ -219,7 +219,7 @@ def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until
             with pytest.raises(Unready):
                 call(number, pending_calls._replies().address)
             driver.handle([driver.inbox.get(timeout=60)])
-    with pytest.raises(ServiceError, match="no collection is named"):  # its attempt is no attempt: nothing was tried
+    with pytest.raises(ServiceError, match="no collection is set"):  # its attempt is no attempt: nothing was tried
         driver.poll_calls()
     answer(own_database, driver)
     for _ in range(2):

@@ -135,7 +135,7 @@ def parsed(value: Any) -> Any:
         with suppress(ValueError, RecursionError):
             value = _with_whole_characters(json.loads(value), MOST_DEPTH + 1) if "\\u" in value else json.loads(value)
     if is_deep(value, MOST_DEPTH):
-        raise ValueError(f"objects and lists stand in one another in more than {MOST_DEPTH} levels")
+        raise ValueError(f"objects and lists nest more than {MOST_DEPTH} levels")
     return value
 
 

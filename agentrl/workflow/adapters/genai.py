@@ -48,7 +48,7 @@ def _messages(each: Any) -> list[Told]:
             came = _text(next((part[name] for name in names.GEN_AI_RESULT if name in part), ""))
             results.append((came, str(part.get("id") or "")))
         else:
-            raise ValueError(f"a part of the type {str(kind)[:40]!r} is not known: text, reasoning and calls are")
+            raise ValueError(f"unknown part type {str(kind)[:40]!r}; known: text, reasoning and calls")
     if each.get("role") == "tool" and not results:
         results = [("".join(texts), "")]
     if results:

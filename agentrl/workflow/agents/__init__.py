@@ -97,7 +97,7 @@ def read_result(value: Any) -> AgentResult:
 
 def _text(text: Any) -> str | None:
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"the text of an answer is a text, not {type(text).__name__}")
+        raise TypeError(f"the text of an answer must be a string, not {type(text).__name__}")
     return None if text is None else text[:LONGEST_ANSWER].encode("utf-8", "replace").decode()
 
 
@@ -106,13 +106,13 @@ def _rewards(rewards: Any) -> dict[str, float] | None:
         return None
     named = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
     if len(named) > MOST_REWARDS:
-        raise ValueError(f"an agent gives at most {MOST_REWARDS} rewards, not {len(named)}")
+        raise ValueError(f"an agent may return at most {MOST_REWARDS} rewards, not {len(named)}")
     return {_name(name): _number(value) for name, value in named.items()}
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise ValueError(f"the name of a reward is a text of at most {LONGEST_NAME} characters")
+        raise ValueError(f"the name of a reward must be a string of at most {LONGEST_NAME} characters")
     return name.encode("utf-8", "replace").decode()
 
 
@@ -121,8 +121,8 @@ def _number(value: Any) -> float:
     value = item() if callable(item) and not isinstance(value, int | float) else value
     if not isinstance(value, int | float):
         raise TypeError(
-            f"an agent returns None, a text, a number, named numbers or Answer(text, rewards), no {type(value).__name__:.100}"
+            f"an agent returns None, a string, a number, a dict of numbers or an Answer, not {type(value).__name__:.100}"
         )
     if not math.isfinite(value):
-        raise ValueError("a reward is a finite number")
+        raise ValueError("a reward must be a finite number")
     return float(value)

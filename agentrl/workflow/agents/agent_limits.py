@@ -29,13 +29,15 @@ def check_held(asked: AgentConfig) -> None:
     if asked.sandboxed:
         program = shutil.which("bwrap")
         if program is None:
-            hint = "Install it (apt-get install bubblewrap), or say --agent-unsafe where nothing else can be harmed."
+            hint = (
+                "Install it (apt-get install bubblewrap), or pass --agent-unsafe on a machine where nothing else can be harmed."
+            )
             if settings().image:
-                hint = "Add --agent-unsafe: the agents service is locked down itself, and all its agents share it."
-            raise ConfigError("The agent runs in bubblewrap, which is not installed here.", hint)
+                hint = "Pass --agent-unsafe: the agents service itself is a sandbox, shared by all its agents."
+            raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
         if said := _refusal(program, asked.network == "endpoint"):
             raise ConfigError(
-                f"The agent runs in bubblewrap, which makes no sandbox here: {said}.",
+                f"The agent needs bubblewrap, which cannot start a sandbox here: {said}.",
                 "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
                 "can be harmed.",
             )
@@ -77,8 +79,8 @@ def command_of(asked: AgentConfig) -> list[str]:
             if not may_read(folder):
                 raise ConfigError(
                     f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.",
-                    "Put it where every user may read it, name another program (cmd:/usr/bin/python3 agent.py), "
-                    "or say --agent-unsafe where nothing else can be harmed.",
+                    "Make it readable for every user, use another program (cmd:/usr/bin/python3 agent.py), "
+                    "or pass --agent-unsafe on a machine where nothing else can be harmed.",
                 )
     return words
 

@@ -87,7 +87,7 @@ def find_gradient(name: str) -> Algorithm:
     """
     found = find("algorithms", name)
     if not isinstance(found, Algorithm):
-        raise ConfigError(f"The algorithm {name!r} changes texts and no weights.", "Name one that trains, such as grpo.")
+        raise ConfigError(f"The algorithm {name!r} changes prompts, not weights.", "Use one that trains, such as grpo.")
     return found
 
 
@@ -136,15 +136,15 @@ def settle_search(config: RunConfig) -> RunConfig:
     untouched = RunConfig()
     for section in ("update", "critic", "source"):
         if getattr(config, section) != getattr(untouched, section):
-            raise ConfigError(f"{section}.* does nothing with {name}: no weight changes.", "Leave it out.")
+            raise ConfigError(f"{section}.* has no effect with {name}: it changes no weights.", "Leave it out.")
     if config.algorithm.model_copy(update={"name": "grpo"}) != untouched.algorithm:
-        raise ConfigError(f"Of algorithm.* only the name is read by {name}.", "Its options are search.*: agentrl config show")
+        raise ConfigError(f"Only algorithm.name has an effect with {name}.", "Its options are search.*: agentrl config show")
     for key, instead in (("group_size", "search.group_size"), ("max_staleness", ""), ("dynamic_sampling", "")):
         value = getattr(config.rollout, key)
         if value not in (getattr(untouched.rollout, key), asked.group_size if instead else None):
-            raise ConfigError(f"rollout.{key} does nothing with {name}.", f"Set {instead}." if instead else "Leave it out.")
+            raise ConfigError(f"rollout.{key} has no effect with {name}.", f"Set {instead}." if instead else "Leave it out.")
     if config.iterations is not None or config.epochs not in (untouched.epochs, 1):
-        raise ConfigError(f"{name} decides itself how long it takes.", "Leave epochs and iterations out.")
+        raise ConfigError(f"{name} sets its own length.", "Leave epochs and iterations out.")
     options = _search_options(found, name, asked)
     rollout = config.rollout.model_copy(update={"group_size": asked.group_size})
     return config.model_copy(update={"epochs": 1, "rollout": rollout, "search": asked.model_copy(update=options)})
@@ -159,7 +159,7 @@ def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any
     for key in given:
         if key not in found.options:
             takes = ", ".join(f"search.{each}" for each in found.options) or "none of them"
-            raise ConfigError(f"search.{key} does nothing with {name}.", f"It takes {takes}.")
+            raise ConfigError(f"search.{key} has no effect with {name}.", f"It takes {takes}.")
     return {**found.options, **given}
 
 
@@ -175,7 +175,7 @@ def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
     for name in given:
         if name not in own:
             takes = ", ".join(sorted(own)) or "no options of its own"
-            raise ConfigError(f"algorithm.{name} does nothing with {algorithm.name}.", f"It takes {takes}.")
+            raise ConfigError(f"algorithm.{name} has no effect with {algorithm.name}.", f"It takes {takes}.")
     return config.model_copy(update={**own, **given})
 
 
@@ -183,7 +183,7 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
     highest = 1 + (chosen.clip_high or 0.0)
     if chosen.dual_clip and chosen.dual_clip <= highest:
         raise ConfigError(
-            f"algorithm.dual_clip={chosen.dual_clip:g} is not above 1 + clip_high = {highest:g}, where the other clip ends.",
+            f"algorithm.dual_clip={chosen.dual_clip:g} must be above 1 + clip_high = {highest:g}.",
             f"Set algorithm.dual_clip above {highest:g}, or to 0 for none.",
         )
 
@@ -197,14 +197,16 @@ def settle_run(config: RunConfig) -> RunConfig:
     """
     algorithm = find_gradient(config.algorithm.name)
     if config.search != SearchConfig():
-        raise ConfigError(f"search.* does nothing with {algorithm.name}.", "It is for apo, gepa and their kin.")
+        raise ConfigError(
+            f"search.* has no effect with {algorithm.name}.", "It is only for prompt searches such as apo and gepa."
+        )
     options = settle_options(config.algorithm)
     _check_dual_clip(options)
     if not algorithm.critic and config.critic != CriticConfig():
-        raise ConfigError(f"critic.* does nothing with {algorithm.name}: it has no critic.", "Leave it out, or take ppo.")
+        raise ConfigError(f"critic.* has no effect with {algorithm.name}: it has no critic.", "Leave it out, or use ppo.")
     if algorithm.needs_group and config.rollout.group_size < 2 and not config.source.given:
         raise ConfigError(
-            f"{algorithm.name} compares the episodes of a group, and a group of one has nothing to compare.",
+            f"{algorithm.name} compares the episodes of a group, so a group of one cannot train.",
             "Set --group-size to 2 or more.",
         )
     return config.model_copy(update={"algorithm": options})

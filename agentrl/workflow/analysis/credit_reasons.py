@@ -16,9 +16,9 @@ from agentrl.workflow.trajectory import Episode
 
 VERL_EPSILON, TRL_EPSILON, WHITEN_EPSILON = 1e-6, 1e-4, 1e-8
 """As in `training.advantages`, which needs torch."""
-NO_RECORD = "No update has read it."
-NOT_KNOWN = "It is recorded; what it was computed from is not."
-UNKNOWN = "the mean over its tokens of what the run's own code credited them with"
+NO_RECORD = "No update has used it."
+NOT_KNOWN = "The advantage is recorded, but not what it was computed from."
+UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,14 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
     computed, how, numbers = _explanation(credit)
     agrees = _agree(computed, credit.recorded)
     if agrees is False and credit.recorded == 0:
-        left_out = "none of its tokens trains" if not credit.own.tokens else "as where sampler and trainer differ on its tokens"
+        left_out = (
+            "because none of its tokens trains" if not credit.own.tokens else "because sampler and trainer differ on its tokens"
+        )
         how = f"0: it was left out, {left_out}; else it would be {how}"
     elif agrees is False:
-        how = f"{how}; the update recorded {credit.recorded:.6g}: its rewards, or what it was compared with, were others then"
+        how = (
+            f"{how} ; the update recorded {credit.recorded:.6g}: its rewards, or those it was compared with, have changed since"
+        )
     return {**told, "how": how, "numbers": numbers, "computed": computed, "agrees": agrees}
 
 
@@ -152,7 +156,11 @@ def _best_of_group(credit: Credit) -> Explained:
     rewards = sorted((each.reward for each in credit.group), reverse=True)
     if len(rewards) < 2 or _own_reward(credit) < rewards[0] or rewards[0] == rewards[1]:
         several = len(rewards) > 1 and rewards[0] == rewards[1] == _own_reward(credit)
-        return 0.0, "0: " + ("several are the best, and none leads" if several else "only the best of a group is credited"), {}
+        return (
+            0.0,
+            "0: " + ("several episodes are equally good" if several else "only the best of a group gets an advantage"),
+            {},
+        )
     spread = _deviation(rewards) or 0.0
     value = (rewards[0] - rewards[1]) / (spread + VERL_EPSILON)
     how = f"its lead over the second best: ({rewards[0]:g} - {rewards[1]:g}) / ({spread:.4g} + {VERL_EPSILON:g}) = {value:.4g}"
@@ -213,7 +221,7 @@ def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
 def _returns_to_go(credit: Credit) -> Explained:
     discount = credit.options.get("discount")
     each = "" if discount in (None, 1, 1.0) else f", discounted by {discount:g} a token"
-    how = f"the mean over its tokens of the rewards that were still to come{each}; it earned {_own_reward(credit):g}"
+    how = f"the mean over its tokens of the later rewards{each}; it earned {_own_reward(credit):g}"
     return None, how, {}
 
 
@@ -223,7 +231,7 @@ def _returns_whitened(credit: Credit) -> Explained:
 
 
 def _by_a_critic(credit: Credit) -> Explained:
-    return None, "the mean over its tokens of what a critic's values, which are not stored, make of its rewards; whitened", {}
+    return None, "the mean over its tokens of advantages from a critic's values (not stored); whitened", {}
 
 
 _EXPLAIN: Mapping[str, Callable[[Credit], Explained]] = {

@@ -7,7 +7,7 @@ from agentrl.workflow.runtime.shown_text import cell, one_line
 
 SENTENCES = {
     "trained": "trained: advantage {advantage} in the update of iteration {iteration}, which made policy version {iteration}",
-    "no_variance": "taught nothing: the rewards of its group are all alike, so that it has no advantage",
+    "no_variance": "no advantage: the rewards of its group are all equal",
     "strayed": "not trained: of its group {dropped}",
     "truncated": "not trained: a limit cut it off ({stop_reason}), and update.mask_truncated leaves such episodes out",
     "too_few": "not trained: its group was dropped, {dropped}",
@@ -18,13 +18,13 @@ SENTENCES = {
     "failed": "not trained: it failed ({error})",
     "infra_error": "not trained: the system failed it ({error})",
     "cancelled": "not trained: the run was cancelled",
-    "searched": "made to choose a text; no update trains on it",
-    "evaluated": "made to measure a policy; no update trains on it",
-    "served": "made for a client of agentrl serve; train on it: agentrl submit --from-episodes {run}",
-    "imported": "imported: it was sampled elsewhere; train on it: agentrl submit --from-episodes {run}",
-    "forked": "made by a fork; train on its group: agentrl submit --from-groups {run}",
-    "waiting": "done, and not trained yet: its iteration is still open",
-    "open": "not over yet: {status}",
+    "searched": "sampled to choose a prompt; no update trains on it",
+    "evaluated": "sampled to evaluate a policy; no update trains on it",
+    "served": "sampled for a client of agentrl serve; train on it: agentrl submit --from-episodes {run}",
+    "imported": "imported from another system; train on it: agentrl submit --from-episodes {run}",
+    "forked": "sampled by a fork; train on its group: agentrl submit --from-groups {run}",
+    "waiting": "done, but not trained yet: its iteration is still open",
+    "open": "not finished: {status}",
 }
 """Fate -> sentence for a person."""
 
@@ -33,4 +33,4 @@ def fate_sentence(fate: Mapping[str, Any]) -> str:
     """The sentence of a fate, as `ledger.explain_fate` tells it."""
     error = one_line(fate["error"] or "", 1000)
     shown = {**fate, "error": error, "advantage": cell(fate["advantage"])}
-    return SENTENCES.get(fate["fate"], "what became of it is not known").format(**shown)
+    return SENTENCES.get(fate["fate"], "the outcome is not known").format(**shown)

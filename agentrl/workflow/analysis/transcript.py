@@ -97,10 +97,10 @@ def _head_lines(row: Any) -> Iterator[Line]:
         "bold",
     )
     if row["attempt"]:
-        yield f"  attempt {row['attempt']}: it was begun again, earlier steps are kept under their attempt", "yellow"
+        yield f"  attempt {row['attempt']}: the episode was restarted; steps of earlier attempts are kept", "yellow"
     if row["parent_id"] is not None:
         yield (
-            f"  forked from episode {row['parent_id']} at step {row['fork_step']}; the steps before are its parent's",
+            f"  forked from episode {row['parent_id']} at step {row['fork_step']}; earlier steps are its parent's",
             "yellow",
         )
     if row["tainted"]:
@@ -137,7 +137,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
         "bold",
     )
     if not step.delivered:
-        yield "  the agent was not sent all of it", "yellow"
+        yield "  the agent did not receive all of it", "yellow"
     if step.new_row:
         yield f"  chain {step.chain} begins here: {one_line(step.new_row, 1000)}", "yellow"
     elif step.chain:
@@ -178,9 +178,9 @@ def _call_lines(call: Any) -> Iterator[Line]:
     error = f"{call['error_class']}, " if call["error_class"] else ""
     waited = f", {call['queue_seconds']:.3f} s in the queue" if call["queue_seconds"] is not None else ""
     agents = call["kind"] == "agent"
-    seen = "as the agent told it" if agents else f"{call['seconds']:.3f} s{_sandbox_note(call)}{waited}"
+    seen = "as the agent reported it" if agents else f"{call['seconds']:.3f} s{_sandbox_note(call)}{waited}"
     if call["result"] is None:
-        untold = "no later request told what came of it" if agents else f"{call['status']}: no result yet"
+        untold = "no later request has its result" if agents else f"{call['status']}: no result yet"
         yield f"    {untold}", "yellow"
         return
     yield f"  result ({error}{seen}):", "red" if error else "blue"
@@ -238,7 +238,7 @@ def _logprob_text(step: Step) -> str:
         return "logprobs: none"
     values = step.behavior_logprobs
     if isnan(values[0]):
-        return "logprobs: not known; the tokens are the template's"
+        return "logprobs: not known; the tokens come from the template"
     least = min(range(len(values)), key=values.__getitem__)
     mean = sum(values) / len(values)
     return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]})"

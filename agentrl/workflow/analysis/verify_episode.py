@@ -307,7 +307,7 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
             found[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
         elif ref.path and not is_url(ref.path) and not weights_of(Path(ref.path)).is_file():
             found[step] = f"policy v{ref.version} is gone from {ref.path!r}"
-    return {step: f"{said}: what it sampled cannot be verified." for step, said in found.items()}
+    return {step: f"{said}: its tokens cannot be verified." for step, said in found.items()}
 
 
 # rewards

@@ -292,7 +292,7 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
         ids += step.sampled_ids
     words = policy.vocabulary
     if not 0 <= min(ids) <= max(ids) < words:
-        raise ModelError(f"The record holds a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
+        raise ModelError(f"The record has a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
     return ids, places
 
 

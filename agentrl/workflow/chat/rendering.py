@@ -241,7 +241,7 @@ class Chat:
             [_PROBE_QUESTION, message], (), generate=False, turns=[*manner.plain([_PROBE_QUESTION, message], tools)]
         )
         if not whole.startswith(prompt):
-            raise ModelError("The chat template does not continue its own generation prompt; it cannot render demonstrations.")
+            raise ModelError("The chat template cannot render demonstrations: it does not continue its generation prompt.")
         return whole[len(prompt) :]
 
     def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:
@@ -375,7 +375,7 @@ class Chat:
                 ends = stop < len(ids) and not after.strip()
                 return _ProbeAnswer(ids[:stop], ids[stop] if ends else None)
             stop = start - 1
-        raise ModelError("The chat template drops what an assistant says.", "Pass an instruct model.")
+        raise ModelError("The chat template drops the assistant's messages.", "Pass an instruct model.")
 
     def _encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
         if most is not None:
@@ -413,7 +413,7 @@ class Chat:
         if not all(mark in text for mark in marks.values()):
             raise ModelError(
                 "The chat template drops a system message.",
-                "Write one system message, before all others, or name another template: --chat-template FILE",
+                "Use one system message, before all others, or another template: --chat-template FILE",
             )
 
     def _harmless_turns(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def check_options(options: Mapping[str, Any]) -> str:
         ModelError: a name is taken or is none, or the options are too many, too long, too deep, or not JSON.
     """
     if len(options) > MAX_OPTIONS:
-        raise _error(f"there are {len(options)}, at most {MAX_OPTIONS} are taken")
+        raise _error(f"there are {len(options)}, at most {MAX_OPTIONS} are accepted")
     for name in options:
         _check_name(name)
     if nesting(dict(options)) > MAX_NESTING:
@@ -40,15 +40,15 @@ def check_options(options: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(f"they are not JSON: {str(error)[:100]}") from error
     if len(spelled) > MAX_CHARACTERS:
-        raise _error(f"they have {len(spelled)} characters, at most {MAX_CHARACTERS} are taken")
+        raise _error(f"they have {len(spelled)} characters, at most {MAX_CHARACTERS} are accepted")
     return spelled
 
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or len(name) > MAX_NAME or not (name.isascii() and name.isidentifier()):
-        raise _error(f"{str(name)[:MAX_NAME]!r} is no name of a variable")
+        raise _error(f"{str(name)[:MAX_NAME]!r} is not a variable name")
     if name in RESERVED or name.startswith(("_", "return_")) or name.endswith("_token"):
-        raise _error(f"{name!r} is not the client's to set")
+        raise _error(f"{name!r} cannot be set by a client")
 
 
 def _error(said: str) -> ModelError:

@@ -116,7 +116,7 @@ def read_template(named: str) -> str:
         _compile(source)
     except (TemplateError, RecursionError) as error:
         where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        said = f"The chat template is no Jinja{where}: {' '.join(str(error).split())[:200]}"
+        said = f"The chat template is not valid Jinja{where}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{said.rstrip('.')}.", "Correct it.") from error
     return source
 
@@ -164,7 +164,9 @@ def settle_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
         return config
     can = can_ask_after_results(*spoken)
     if config.rollout.last_turn == "ask" and not can:
-        raise ConfigError("The chat template takes no user message after a tool's result.", "Set rollout.last_turn=plain.")
+        raise ConfigError(
+            "The chat template does not accept a user message after a tool's result.", "Set rollout.last_turn=plain."
+        )
     chosen = {"last_turn": "ask" if can else "plain"}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=chosen)})
 
@@ -258,8 +260,8 @@ def remark_on_tools(config: ModelConfig, folder: Path) -> str:
     remarks = []
     if is_silent_on_tools(*spoken):
         remarks.append(
-            "The chat template renders no `tools`: the model knows those alone that a prompt names, and is to call them as"
-            f" {name} does. One that renders them: --chat-template FILE"
+            "The chat template does not render `tools`: the model only knows tools that a prompt describes, and calls them as"
+            f" {name} does. Pass one that renders them: --chat-template FILE"
         )
     if writes_unreadable_calls(*spoken):
         remarks.append(

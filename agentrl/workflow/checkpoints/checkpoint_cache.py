@@ -204,7 +204,7 @@ def _check_here(folder: Path) -> Path:
 def _must_see(place: Path) -> None:
     if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
-            f"This host ({socket.gethostname()}) does not see {str(place)!r}, where the run keeps its checkpoints.",
+            f"This host ({socket.gethostname()}) cannot access {str(place)!r}, the run's folder for checkpoints.",
             "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
         )
 
@@ -225,7 +225,7 @@ def _upload(folder: Path, url: str) -> None:
             object_store.put(url, name, folder / name)
     except FileNotFoundError as error:
         said = f"Cannot write the checkpoint {url!r}: {error}."
-        raise CheckpointError(said, "Is the bucket there? Then `agentrl resume`.") from error
+        raise CheckpointError(said, "Check that the bucket exists, then type `agentrl resume`.") from error
 
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
@@ -240,7 +240,7 @@ def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
         _get(url, MANIFEST, beside)
         manifest = sealed_folder.read_manifest(beside, url)
         if _sha256(manifest) != sha256:
-            raise sealed_folder.broken_error(url, f"its weights are not those of the record ({sha256[:12]})")
+            raise sealed_folder.broken_error(url, f"its weights differ from the record ({sha256[:12]})")
         for name in _names(manifest, part):
             if sealed_folder.fault_of(copy / name, manifest[name]):
                 _get(url, name, beside)

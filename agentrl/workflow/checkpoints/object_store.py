@@ -46,13 +46,15 @@ def check_place(place: str) -> Path | None:
     try:
         parts = urlsplit(place)
     except ValueError as error:
-        raise ConfigError(f"{place!r} is no URL: {error}.", URL_HINT) from error
+        raise ConfigError(f"{place!r} is not a URL: {error}.", URL_HINT) from error
     if parts.scheme == "file" and not place.startswith("file:///"):
         raise ConfigError(f"{place!r} is a relative path, and processes run in different folders.", URL_HINT)
     if not (parts.path.strip("/") if parts.scheme in ("file", "local") else parts.netloc):
         raise ConfigError(f"{place!r} names no bucket or folder for checkpoints.", URL_HINT)
     if parts.password:
-        raise ConfigError("The URL for checkpoints holds a password.", "Put it into the environment: the URL is stored.")
+        raise ConfigError(
+            "The URL for checkpoints holds a password.", "Set the password in the environment: the URL is stored."
+        )
     files, key = _store(place)
     if _is_folder(files):
         return Path(key)
@@ -62,7 +64,7 @@ def check_place(place: str) -> Path | None:
     except FileNotFoundError as error:
         raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Make it.") from error
     except PermissionError as error:
-        raise ConfigError(f"Checkpoints in {place!r} are refused: {_words(error)}.", "Check the credentials.") from error
+        raise ConfigError(f"Checkpoints in {place!r} cannot be accessed: {_words(error)}.", "Check the credentials.") from error
     except Exception as error:  # every store has its own error classes
         raise _no_answer_error(place, error) from error
     return None
@@ -133,7 +135,7 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
     """Our error for a host that may not read or write, or has no space; None for other errors."""
     found = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
-        said = f"The checkpoint {path!r} is refused to this host ({socket.gethostname()}): {_words(error)}."
+        said = f"The checkpoint {path!r} cannot be read by this host ({socket.gethostname()}): {_words(error)}."
         return ConfigError(said, "Check the credentials and rights, then `agentrl resume`.")
     if found in NO_SPACE_ERRNOS:
         said = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."

@@ -165,8 +165,8 @@ def fault_of(file: Path, record: FileRecord) -> str:
         return "is missing"
     size = file.stat().st_size
     if size != record.size:
-        return f"has {size} bytes where {record.size} were written"
-    return "" if sha256_file(file) == record.sha256 else "was altered: its sha256 is not the manifest's"
+        return f"has {size} bytes instead of {record.size}"
+    return "" if sha256_file(file) == record.sha256 else "was altered: its sha256 differs from the manifest"
 
 
 def _sibling(folder: Path, suffix: str) -> Path:
@@ -260,8 +260,8 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
     """The error of a checkpoint, in a folder or at a URL, that is not as it was written."""
     return BrokenCheckpoint(
-        f"The checkpoint {str(where)!r} is not whole: {found}.",
-        "Put the files back; a run that is not over makes its newest checkpoint again by itself.",
+        f"The checkpoint {str(where)!r} is damaged: {found}.",
+        "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
     )
 
 

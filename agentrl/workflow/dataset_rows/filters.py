@@ -26,7 +26,7 @@ class RowFilter:
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
-            raise DatasetError(f"--filter is at most {MAX_CONDITION} characters of text.", EXAMPLE)
+            raise DatasetError(f"--filter must be text of at most {MAX_CONDITION} characters.", EXAMPLE)
         self._condition, self._source = condition, source
         self._queries: dict[tuple[str, ...], tuple[str, list[str]]] = {}
         self._missing: set[str] = set()
@@ -57,7 +57,7 @@ class RowFilter:
                 message = str(error)
                 if not message.startswith(LACKS_COLUMN):
                     reason = "it takes too much work" if "interrupted" in message else message
-                    raise DatasetError(f"--filter {self._condition!r:.200} does not work: {reason}.", EXAMPLE) from error
+                    raise DatasetError(f"Invalid --filter {self._condition!r:.200}: {reason}.", EXAMPLE) from error
                 name = message.removeprefix(LACKS_COLUMN)
                 if name in self._missing:
                     raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE) from error
@@ -67,7 +67,7 @@ class RowFilter:
     def check_columns(self) -> None:
         """Raises DatasetError where the condition names a column that no row had."""
         if self._seen and (missing := sorted(self._missing - {name.lower() for name in self._seen} - self._seen)):
-            hint = f"{did_you_mean(missing[0], self._seen)} Texts stand in single quotes."
+            hint = f"{did_you_mean(missing[0], self._seen)} Put texts in single quotes."
             raise DatasetError(f"--filter: no row of {self._source!r} has a column {missing[0]!r}.", hint)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
         hint = f"Write its rows as {', '.join(READERS)}."
         if suffix == ".json":
             hint += f" With jq: jq -c '.[]' {path.name} > {path.stem}.jsonl"
-        raise DatasetError(f"The format of {str(path)!r} is not read.", hint)
+        raise DatasetError(f"Unknown format of the dataset {str(path)!r}.", hint)
     unit = "row" if suffix in (".parquet", ".arrow") else "line"
     try:
         yield from READERS[suffix](path, label, where + unit)
@@ -120,7 +120,7 @@ def _read_csv(path: Path, label: str, where: str, delimiter: str = ",") -> Itera
 def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
     for number, raw in enumerate(_bounded_lines(file), start=1):
         if len(raw) > MAX_ROW_BYTES:
-            raise DatasetError(f"{str(path)!r}, line {number}: {_size_problem(len(raw))}.", "Leave the row out.")
+            raise DatasetError(f"{str(path)!r}, line {number}: {_size_problem(len(raw))}.", "Remove the row.")
         try:
             yield (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).decode()
         except UnicodeDecodeError as error:
@@ -176,7 +176,7 @@ def _read_arrow(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 def _arrow_error(path: Path, error: Exception) -> DatasetError:
     reason = " ".join(str(error).split())[:300].rstrip(".")
-    return DatasetError(f"{str(path)!r} is not {path.suffix[1:]} that can be read: {reason}.", "Write it anew.")
+    return DatasetError(f"{str(path)!r} is not {path.suffix[1:]} that can be read: {reason}.", "Write the file again.")
 
 
 def _readable_columns(path: Path, schema: Any) -> list[str]:
@@ -246,7 +246,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _size_problem(size: int) -> str:
-    return f"the row has more than {min(size, MAX_ROW_BYTES + 1) / 1e6:.0f} MB, which is the most that is read"
+    return f"the row has more than {min(size, MAX_ROW_BYTES + 1) / 1e6:.0f} MB, which is the limit"
 
 
 READERS: dict[str, Reader] = {

@@ -33,7 +33,7 @@ def kind_of(value: object) -> str:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number that JSON knows")
+    raise ValueError(f"{name} is not a valid JSON number")
 
 
 def _finite(text: str) -> float:

@@ -124,9 +124,9 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     if not found:
         scripts = sorted(path.name for path in folder.glob("*.py"))[:1]
         if scripts:
-            message = f"The dataset {str(folder)!r} is made by code of its own ({scripts[0]}), which is not run."
+            message = f"The dataset {str(folder)!r} needs its own code ({scripts[0]}), which is not run."
             raise DatasetError(message, "Run it yourself, and write its rows as .jsonl or .parquet.")
-        raise DatasetError(f"The folder {str(folder)!r} holds no rows.", f"It may hold {', '.join(READERS)}.")
+        raise DatasetError(f"The folder {str(folder)!r} has no files with rows.", f"Files may be {', '.join(READERS)}.")
     splits = {path: _split_of(path.relative_to(folder)) for path in found}
     if not any(splits.values()):
         splits = dict.fromkeys(found, "train")
@@ -174,7 +174,7 @@ def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:
     if answer == "away":
         if not hub.has_fetched_dataset(name):
             message = f"There is no folder {name!r} here, and the hub does not answer."
-            raise DatasetError(message, "Name a file or folder of rows.")
+            raise DatasetError(message, "Pass a file or folder with rows.")
         hub.go_offline()  # then only files fetched before can be used
     label = f"{name}/{config.split}"
     for number, values in enumerate(_stream_hub(config, name, part, answer == "known"), start=1):
@@ -189,7 +189,7 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
     except Exception as error:  # the hub's client raises dozens of kinds; its text says which
         reason = " ".join(str(error).split())[:300].rstrip(".")
         if "scripts are no longer supported" in reason:
-            message = f"The dataset {name!r} is made by code of its own, which is not run."
+            message = f"The dataset {name!r} needs its own code, which is not run."
             raise DatasetError(message, "Choose a copy of it in Parquet.") from error
         if "Bad split" in reason or "Unknown split" in reason:
             raise DatasetError(f"{name!r} has no split {config.split!r}: {reason}.", "Pass another --split.") from error

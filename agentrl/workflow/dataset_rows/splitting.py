@@ -33,7 +33,7 @@ def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, forc
     """
     files = {split: folder / f"{split}.jsonl" for split in SPLITS}
     if not force and (existing := next((file for file in files.values() if file.exists()), None)):
-        raise ConflictError(f"The file {str(existing)!r} exists.", "Name another --out, or write over it with --force.")
+        raise ConflictError(f"The file {str(existing)!r} exists.", "Pass another --out, or overwrite it with --force.")
     counts = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
         try:
@@ -47,13 +47,13 @@ def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, forc
                 file.flush()
                 os.fsync(file.fileno())
                 if not counts[split]:
-                    raise DatasetError(f"No row is in the split {split!r}.", "Choose another --share or --seed.")
+                    raise DatasetError(f"No row is in the split {split!r}.", "Pass another --share or --seed.")
             for split, file in beside.items():
                 os.replace(file.name, files[split])
         except OSError as error:
             full = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else error.strerror
             raise ServiceError(
-                f"Cannot write to {str(folder)!r}: {full}.", "Free some space, or name another --out."
+                f"Cannot write to {str(folder)!r}: {full}.", "Free some space, or pass another --out."
             ) from error
     return counts
 

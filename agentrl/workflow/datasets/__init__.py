@@ -81,7 +81,7 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
     assert not others
     key, count = Counter(task.key for task in found.tasks).most_common(1)[0]
     if count > 1:
-        hint = "Rename one of the files, or name their folders." if len(parts) > 1 else "Give every task a key of its own."
+        hint = "Rename one of the files, or name their folders." if len(parts) > 1 else "Give each task a unique key."
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", hint)
     return found
 
@@ -153,7 +153,7 @@ def _load_one(config: DatasetConfig) -> LoadedTasks:
         hint = "Name another."
         if is_rows(config.name):
             hint = "No row passes --filter." if config.filter else "Write one JSON object per line into it."
-        raise DatasetError(f"The split {config.split!r} of {config.name!r} holds no task.", hint)
+        raise DatasetError(f"The split {config.split!r} of {config.name!r} has no tasks.", hint)
     return LoadedTasks(tasks, source.env, tuple(source.skipped), repeats.count)
 
 
@@ -242,7 +242,7 @@ def _open(config: DatasetConfig) -> _Source:
     if not is_rows(config.name):
         for name in ("skip_bad_rows", "map", "filter"):
             if getattr(config, name):
-                message = f"{name} is for rows of files, folders and the hub, and the dataset is {config.name!r}."
+                message = f"{name} does not apply to the dataset {config.name!r}: it is for files, folders and the hub."
                 raise ConfigError(message, "Leave it out.")
         dataset: Dataset = find("datasets", config.name)
         return _Source(_load_plugin(dataset, config.split), dataset.env)

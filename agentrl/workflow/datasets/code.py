@@ -178,7 +178,7 @@ def _tested_function(test: str, reference: str) -> str:
 def _refuse(split: str) -> Iterator[Task]:
     raise DatasetError(
         "code is a format, not a dataset: the file is missing.",
-        "Name a file in HumanEval's or MBPP's format: --dataset FILE.jsonl",
+        "Pass a file in HumanEval's or MBPP's format: --dataset FILE.jsonl",
     )
 
 

@@ -100,7 +100,7 @@ def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError
     shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     if "found none among" in problems[0]:
-        hint = f"Say which columns to read: --map question=COLUMN,answer=COLUMN. {hint}"
+        hint = f"Map the columns: --map question=COLUMN,answer=COLUMN. {hint}"
     return DatasetError(
         f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}"
         + (f"\n  ... and {more} more." if more > 0 else ""),
@@ -195,7 +195,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
         text = _encode(metadata)
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("half a surrogate pair in the metadata") from error
+        raise ValueError("an unpaired surrogate in the metadata") from error
     except TypeError as error:
         raise ValueError(f"the metadata cannot be written as JSON ({error})") from error
     if "\\u0000" in text and ESCAPED_NUL.search(text):
@@ -253,7 +253,7 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
     text = "" if silent else plain_text(f"{where}.content", content)
     if role != "assistant":
         if role == "tool" and not callers:
-            raise ValueError(f"{where}: no assistant's call stands before this tool's result")
+            raise ValueError(f"{where}: this tool result has no earlier call of an assistant")
         if calls:
             raise ValueError(f"{where}.tool_calls: only an assistant calls tools")
         caller = callers.get(str(item.get("tool_call_id")), "") if role == "tool" else ""
@@ -271,7 +271,7 @@ def _joined_parts(where: str, content: object) -> object:
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-        raise ValueError(f"{where}: only parts of the type text are taken")
+        raise ValueError(f"{where}: only parts of type text are accepted")
     return "".join(part["text"] for part in content)
 
 
@@ -297,7 +297,7 @@ def _prompt_text(name: str, value: object) -> str:
 
 def _refuse_large(size: int) -> None:
     if size > MAX_PROMPT_BYTES:
-        raise ValueError(f"the prompt has {size / 1e6:.1f} MB; at most {MAX_PROMPT_BYTES / 1e6:.0f} MB is taken")
+        raise ValueError(f"the prompt has {size / 1e6:.1f} MB; at most {MAX_PROMPT_BYTES / 1e6:.0f} MB are accepted")
 
 
 def _reference(name: str, value: object) -> str:
@@ -325,7 +325,7 @@ def plain_text(name: str, value: object) -> str:
 
 
 def _refuse(split: str) -> Iterator[Task]:
-    raise DatasetError("jsonl is a format, not a dataset: the file is missing.", "Name it: --dataset FILE.jsonl")
+    raise DatasetError("jsonl is a format, not a dataset: the file is missing.", "Pass it: --dataset FILE.jsonl")
 
 
 jsonl = Dataset(load=_refuse, env=ENV)

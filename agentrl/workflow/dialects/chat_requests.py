@@ -98,13 +98,13 @@ def _tools(fields: Fields) -> tuple[Schema, ...]:
     if choice == "none":
         return ()
     if choice not in (None, "auto"):
-        raise fields.error("tool_choice", "a call cannot be forced here: auto and none are known", "unsupported_value")
+        raise fields.error("tool_choice", "only auto and none are supported", "unsupported_value")
     return found
 
 
 def _tool(tool: Fields) -> Schema:
     if tool.text("type", MAX_NAME) != "function":
-        raise tool.error("type", "only tools of the type function are known here")
+        raise tool.error("type", "only tools of type function are supported")
     TOOL.check(tool)
     if not tool.has("function"):
         raise tool.error("function", "it is missing")
@@ -164,7 +164,7 @@ def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int
     """(the number of its call, the result of a tool)."""
     name = message.text("tool_call_id", MAX_NAME)
     if name not in calls:
-        raise message.error("tool_call_id", "no call of an assistant's message before it has this id")
+        raise message.error("tool_call_id", "no earlier assistant message has a call with this id")
     number, tool = calls[name]
     return number * MAX_MESSAGES + answered, Message("tool", _content(message), name=tool)
 
@@ -176,7 +176,7 @@ def _turn(message: Fields) -> tuple[Message, list[str]]:
     ids, calls = [], []
     for call in message.objects("tool_calls", MAX_CALLS):
         if call.text("type", MAX_NAME) not in ("", "function"):
-            raise call.error("type", "only calls of functions are known here")
+            raise call.error("type", "only function calls are supported")
         CALL.check(call)
         function = call.object("function")
         CALL_FUNCTION.check(function)
@@ -195,9 +195,9 @@ def _arguments(function: Fields) -> Mapping[str, Any]:
     try:
         value, why = decode_json(text)
     except ValueError as error:
-        raise function.error("arguments", f"they must be the text of a JSON object: {str(error)[:200]}") from error
+        raise function.error("arguments", f"they must be a JSON object as text: {str(error)[:200]}") from error
     if why or not isinstance(value, dict):
-        raise function.error("arguments", f"they must be the text of a JSON object{f': {why}' if why else ''}")
+        raise function.error("arguments", f"they must be a JSON object as text{f': {why}' if why else ''}")
     return dict(clean_tree(function, "arguments", value))
 
 
@@ -215,6 +215,6 @@ def _parts(message: Fields) -> Iterator[str]:
     for part in message.objects("content", MAX_PARTS):
         kind = part.text("type", MAX_NAME)
         if kind not in ("text", "refusal"):
-            raise part.error("type", f"{kind[:40]!r} is not known here: the policy reads text alone", "unsupported_value")
+            raise part.error("type", f"{kind[:40]!r} is not supported: the policy reads only text", "unsupported_value")
         PART.check(part)
         yield part.text("text" if kind == "text" else "refusal")

@@ -31,7 +31,7 @@ def load_object(body: bytes) -> dict[str, Any]:
         raise _too_deep() from error
     except ValueError as error:  # also of a body that is not UTF-8
         said = str(error).partition("\n")[0][:SHOWN]
-        raise RequestError(400, f"The body is no valid JSON: {said}.") from error
+        raise RequestError(400, f"The body is not valid JSON: {said}.") from error
     if nesting(found) > MAX_NESTING:
         raise _too_deep()
     if not isinstance(found, dict):
@@ -40,7 +40,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a valid JSON number")
 
 
 def _too_deep() -> RequestError:
@@ -71,7 +71,7 @@ class Fields:
         if not isinstance(value, str):
             raise self._type_error(name, "a text", value)
         if most is not None and len(value) > most:
-            raise self.error(name, f"it has {len(value)} characters, at most {most} are taken")
+            raise self.error(name, f"it has {len(value)} characters, at most {most} are accepted")
         return self._clean(name, value)
 
     def flag(self, name: str) -> bool:
@@ -120,7 +120,7 @@ class Fields:
         if not isinstance(value, list):
             raise self._type_error(name, "an array", value)
         if len(value) > most:
-            raise self.error(name, f"it has {len(value)} entries, at most {most} are taken")
+            raise self.error(name, f"it has {len(value)} entries, at most {most} are accepted")
         return value
 
     def objects(self, name: str, most: int) -> Iterator["Fields"]:
@@ -136,7 +136,7 @@ class Fields:
         listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, most)
         found = [Fields({name: one}, self.at).text(name, longest) for one in listed]
         if not all(found):
-            raise self.error(name, "it holds an empty text, or none at all")
+            raise self.error(name, "it contains an empty text, or nothing")
         return tuple(found)
 
     def unknown_error(self, name: str) -> RequestError:
@@ -150,7 +150,7 @@ class Fields:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise self.error(name, "it holds half of a surrogate pair, which is no character") from error
+            raise self.error(name, "it contains an unpaired surrogate") from error
         return value.replace("\0", "\ufffd")  # no database holds it; it must read the same when it comes again
 
 
@@ -163,9 +163,9 @@ def clean_tree(fields: Fields, name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [clean_tree(fields, name, item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise fields.error(name, "it holds a number beyond all bounds")
+        raise fields.error(name, "it contains a number that is too large")
     if isinstance(value, int) and abs(value) >= LARGEST:
-        raise fields.error(name, "it holds a number of too many digits")
+        raise fields.error(name, "it contains a number with too many digits")
     return value
 
 

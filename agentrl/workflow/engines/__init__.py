@@ -222,9 +222,9 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
     """
     hint = "Use --engine rolling."
     if config.model.numerics == "exact" and not backend.keyed:
-        raise ConfigError(f"numerics: exact needs draws that can be repeated; the engine {backend.name!r} has none.", hint)
+        raise ConfigError(f"numerics: exact needs repeatable draws; the engine {backend.name!r} has none.", hint)
     if trains and not backend.logprobs:
-        raise ConfigError(f"Training needs the sampler's logprobs; the engine {backend.name!r} gives none.", hint)
+        raise ConfigError(f"Training needs the sampler's logprobs; the engine {backend.name!r} returns none.", hint)
     check_options(backend, config.rollout)
     if not backend.weights or config.model.lora_r is not None:
         check_weights(backend, "full" if config.model.lora_r == 0 else "lora", trains or trained)
@@ -259,7 +259,7 @@ def check_weights(backend: Backend, kind: str, trained: bool) -> None:
     if not trained or kind in backend.weights:
         return
     if not backend.weights:
-        said = f"The engine {backend.name!r} samples from a base as it is: for eval and chat, not for training."
+        said = f"The engine {backend.name!r} cannot train: it samples only from unchanged base models."
         raise ConfigError(said, "Use --engine rolling.")
     said = f"The engine {backend.name!r} cannot sample from trained weights of the kind {kind!r}."
     raise ConfigError(said, "Use --engine rolling, or set model.lora_r above 0.")

@@ -184,9 +184,7 @@ def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
 
 def _find_tool(name: str) -> Tool:
     if mcp_tool.is_server(name):
-        raise ConfigError(
-            f"An env cannot name the server {name!r}: what it offers is asked for with the run.", f"--tools '{name}'"
-        )
+        raise ConfigError(f"An env cannot contain {name!r}: list MCP servers in the run's tools.", f"--tools '{name}'")
     found: Tool = find("tools", name)
     return found
 
@@ -196,5 +194,5 @@ def _tools_by_name(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
     for tool in tools:
         tool.check_name()
         if named.setdefault(tool.name, tool) is not tool:
-            raise ConfigError(f"Two tools are called {tool.name!r}, and the model could not tell them apart.", "Leave one out.")
+            raise ConfigError(f"Two tools have the same name {tool.name!r}.", "Leave one out.")
     return named

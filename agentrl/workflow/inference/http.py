@@ -126,7 +126,7 @@ def check_url(settings: Settings, who: Who = "engine") -> None:
     """
     url, hint = getattr(settings, f"{who}_url"), f"Set AGENTRL_{who.upper()}_URL=http://HOST:PORT"
     if not url:
-        later = "for the workers: where some run already, `agentrl down` ends them, then submit again with it"
+        later = "for the workers. If workers are running, stop them with `agentrl down` and submit again"
         raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
     try:
         found = httpx2.URL(url)
@@ -141,7 +141,7 @@ def _json(url: str, path: str, answer: bytes) -> Any:
     try:
         tree = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"The server at {url} answered {path} with data that is not JSON: {said!r}.") from error
+        raise ModelError(f"The server at {url} answered {path} with invalid JSON: {said!r}.") from error
     if not isinstance(tree, dict):
         raise ModelError(f"The server at {url} answered {path} with JSON that is not an object: {said!r}.")
     return tree

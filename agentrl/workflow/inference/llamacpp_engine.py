@@ -59,7 +59,7 @@ class LlamaServer:
         asked = {"content": _PROBE, "add_special": False, "parse_special": False}
         theirs = self._connection.read(Tokens, "/tokenize", asked).tokens
         if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
-            said = f"The server at {self._connection.url} splits text otherwise than {self._policy.config.path}."
+            said = f"The server at {self._connection.url} has another tokenizer than {self._policy.config.path}."
             raise ModelError(said, "Start llama-server with a GGUF file of that model.")
         return window or self._policy.max_context
 
@@ -97,7 +97,7 @@ class LlamaServer:
             else:
                 found.append(self._told_alone(request, ids[:place], token))
         if rest:
-            raise InfraError(f"The server at {self._connection.url} tells logprobs of tokens that it did not sample.")
+            raise InfraError(f"The server at {self._connection.url} returned logprobs of tokens that it did not sample.")
         return found
 
     def _told_alone(self, request: GenerateRequest, before: Sequence[int], token: int) -> Probability:
@@ -113,13 +113,13 @@ class LlamaServer:
         likely = (told[0].top_logprobs if told else None) or []
         found = next((one.logprob for one in likely if one.id == token), None)
         if found is None:
-            raise InfraError(f"The server at {self._connection.url} does not tell the logprob of a token that it sampled.")
+            raise InfraError(f"The server at {self._connection.url} did not return the logprob of a sampled token.")
         return Probability(id=token, logprob=found, top_logprobs=likely)
 
     def _top(self, told: Probability, count: int) -> Likeliest:
         if told.top_logprobs is None:
             said = f"The server at {self._connection.url} does not return the likeliest tokens."
-            raise ModelError(said, "Ask for no top_logprobs, or take a newer llama-server.")
+            raise ModelError(said, "Do not request top_logprobs, or use a newer llama-server.")
         found = {one.id: one.logprob for one in told.top_logprobs}
         return likeliest(found, count, self._policy.vocabulary, self._connection.url)
 

@@ -29,7 +29,7 @@ from agentrl.workflow.models.policy import Policy
 
 log = getLogger("agentrl.engine")
 
-SERVER_HINT = "Sample with a server that runs it: --engine openai."
+SERVER_HINT = "Sample with a server that can run it: --engine openai."
 
 HALF_ROUNDING, ROUNDING = 0.1, 1e-3
 """The largest mean difference that counts as rounding, relative to the standard deviation, in half precision and otherwise. A
@@ -171,7 +171,7 @@ class _Expected:
             raise ModelError("The model is not causal: a token's logits depend on later tokens.", SERVER_HINT)
         own = logits[1][:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         if not _agree(trained[0], own, rounding):
-            raise ModelError("The model numbers positions in a way of its own, which training does not know.", SERVER_HINT)
+            raise ModelError("Training does not support the position numbers of this model.", SERVER_HINT)
         return cls((short, long), (logits[0], logits[1]), rounding)
 
 

@@ -232,7 +232,9 @@ def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
     """The likeliest tokens at one place, by their ids: several may have the same text."""
     named = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
     if None in named:
-        raise ModelError(f"The server at {url} tells the likeliest tokens without their ids.", "Ask for no top_logprobs.")
+        raise ModelError(
+            f"The server at {url} returned the likeliest tokens without their ids.", "Do not request top_logprobs."
+        )
     return {int(name[1]): logprob for name, logprob in named.items() if name}
 
 
@@ -245,5 +247,5 @@ def _publish_error(error: RequestRefused | InfraError, folder: Path) -> ConfigEr
     if isinstance(error, RequestRefused) and error.status in (404, 405) and "adapter" not in error.said.lower():
         hint = "Start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
     else:
-        hint = f"Can it read {str(folder)!r}? Does --max-lora-rank reach model.lora_r?"
-    return ConfigError(f"The server does not take the trained adapter: {error.message}", hint)
+        hint = f"Check that it can read {str(folder)!r}, and that --max-lora-rank is at least model.lora_r."
+    return ConfigError(f"The server did not accept the trained adapter: {error.message}", hint)

@@ -166,7 +166,7 @@ def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
     """
     if found is None:
         raise ModelError(
-            f"The server at {url} is an engine without token ids: its answers have only text.",
+            f"The server at {url} does not return token ids.",
             "Use one that returns them (vLLM's return_token_ids), or --engine rolling.",
         )
     strange = next((token for token in found if not 0 <= token < vocabulary), None)
@@ -183,7 +183,7 @@ def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
         InfraError: one is above 0 by more than rounding.
     """
     if found is None:
-        said = f"The server at {url} returns no logprobs, and nothing can be trained without."
+        said = f"The server at {url} returns no logprobs, which training needs."
         raise ModelError(said, "Use vLLM, or --engine rolling.")
     believed = [logprob for logprob in found if logprob is not None and LEAST <= logprob <= ROUNDING]
     if len(believed) == len(found):

@@ -214,7 +214,7 @@ class RollingEngine:
             self._handle(error, [])
         else:
             if self._waiting and self._slots.note_calm_step():
-                log.info("memory has sufficed for a while: from now on %d turns at once", self._slots.limit)
+                log.info("memory has been sufficient for a while: sampling %d turns at once", self._slots.limit)
 
     def _handle(self, error: Exception, joining: Sequence[Turn]) -> None:
         """Answer an error of the turns that were about to join, or without any, of the live ones; the thread lives on.
@@ -244,7 +244,7 @@ class RollingEngine:
                 _fail(turns, error)
                 return
             self._slots.halve(len(turns))
-            log.warning("memory does not suffice for %d turns at once: from now on %d", len(turns), self._slots.limit)
+            log.warning("not enough memory for %d turns at once: sampling %d", len(turns), self._slots.limit)
         with self._changed:
             self._waiting.extendleft(reversed(turns))
 

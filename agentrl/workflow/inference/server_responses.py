@@ -144,4 +144,4 @@ def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
         wrong = error.errors(include_url=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the answer"
         said = f"{where}: {wrong['msg']} (found {_short.repr(wrong['input']):.80})"
-        raise InfraError(f"The server at {url} answered {path} with what this engine cannot read: {said}.") from error
+        raise InfraError(f"The server at {url} answered {path} with data that this engine cannot read: {said}.") from error

@@ -14,7 +14,7 @@ from agentrl.workflow.inference.agent_draft import AgentDraft, Lines, continuing
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, Step, messages_of
 
-OTHER = "its request does not go on from an earlier turn's tokens"
+OTHER = "its request does not continue an earlier turn's tokens"
 """Why a turn opens another chain."""
 UNKNOWN = math.nan
 """The logprob of a token whose own is not known."""
@@ -57,7 +57,9 @@ def traced_steps(
         prompt_ids = turn.prompt_ids if exact else chat.opening(turn.messages, turn.tools)
         sampled_ids = turn.sampled_ids if exact else chat.turn(turn.said, turn.tools)
         if not sampled_ids or max(*prompt_ids, *sampled_ids) >= words:
-            raise ValueError(f"its tokens are none of the model's, which knows {words}" if sampled_ids else "a turn is empty")
+            raise ValueError(
+                f"its tokens are not in the vocabulary of the model, which has {words}" if sampled_ids else "a turn is empty"
+            )
         draft = _place(lines, turn.messages, prompt_ids)
         step = Step(
             index=len(made),

@@ -61,7 +61,7 @@ def command(name: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{name!r} is not a command: {error}.", "Close the quotes.") from error
     if not words or "\0" in name:
-        raise ConfigError(f"{name!r} names no command.", "Write --tools 'mcp:COMMAND ARGUMENTS'.")
+        raise ConfigError(f"Missing command after `mcp:` in {name!r}.", "Write --tools 'mcp:COMMAND ARGUMENTS'.")
     return words
 
 
@@ -118,7 +118,7 @@ class Server:
                 if tool.effects == "once":
                     said = f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
                     raise UnknownOutcome(said) from error
-        raise InfraError(f"The server {self.name!r} died twice while {tool.name!r} ran.", "Its output is in the worker's log.")
+        raise InfraError(f"The server {self.name!r} ended twice while {tool.name!r} ran.", "Its output is in the worker's log.")
 
     async def _connect(self) -> "Client":
         async with self._turn:
@@ -148,7 +148,7 @@ class Server:
                 log.warning("the server %s ended: %s", self.name, describe_error(error))
                 return
             failed = InfraError(
-                f"The server {self.name!r} does not start: {describe_error(error)}.", "Run the command by hand."
+                f"The server {self.name!r} did not start: {describe_error(error)}.", "Run the command yourself to see why."
             )
             failed.__cause__ = error
             ready.set_exception(failed)

@@ -107,7 +107,9 @@ def list_tools(name: str) -> tuple[ServedTool, ...]:
                 raise
             said.seek(0)
             last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), describe_error(error))
-            raise ConfigError(f"{name!r} does not list its tools: {last[:500]}.", "Run the command by hand.") from error
+            raise ConfigError(
+                f"{name!r} did not list its tools: {last[:500]}.", "Run the command yourself to see why."
+            ) from error
     if not 0 < len(offered) <= MAX_TOOLS:
         raise ConfigError(f"{name!r} offers {len(offered)} tools.", f"A server may offer 1 to {MAX_TOOLS}.")
     return tuple(_served_tool(name, tool) for tool in offered)

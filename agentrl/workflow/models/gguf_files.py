@@ -17,7 +17,7 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.settings import settings
 
 SUFFIX = ".gguf"
-SERVER_HINT = "Name a folder in the hub's format, or sample the file with a llama.cpp server: --engine llamacpp."
+SERVER_HINT = "Pass a folder in the hub's format, or sample the file with a llama.cpp server: --engine llamacpp."
 
 
 def folder_of_gguf(file: Path) -> Path:
@@ -53,7 +53,7 @@ def _convert(file: Path, folder: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["the process died"])[-1]
-            raise ModelError(f"{str(file)!r} is no model that can be loaded: {last.rstrip('.')}.", SERVER_HINT)
+            raise ModelError(f"{str(file)!r} cannot be loaded: {last.rstrip('.')}.", SERVER_HINT)
         try:
             made.rename(folder)
         except OSError:

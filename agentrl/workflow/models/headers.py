@@ -66,7 +66,7 @@ def read_shapes(folder: Path) -> Shapes:
         try:
             shapes |= _read_header(file)
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"The files in {str(folder)!r} make no model: {file.name}: {error}.", _COPY) from error
+            raise ModelError(f"The files in {str(folder)!r} are not a valid model: {file.name}: {error}.", _COPY) from error
     if not shapes:
         said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
         raise ModelError(said, "Convert the model: save_pretrained(...)")
@@ -83,9 +83,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         with (folder / "config.json").open("rb") as stream:
             config = json.loads(stream.read(MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no model: config.json cannot be read.", _COPY) from error
+        raise ModelError(f"The files in {str(folder)!r} are not a valid model: config.json cannot be read.", _COPY) from error
     if not isinstance(config, dict):
-        raise ModelError(f"The files in {str(folder)!r} make no model: config.json is not a JSON object.", _COPY)
+        raise ModelError(f"The files in {str(folder)!r} are not a valid model: config.json is not a JSON object.", _COPY)
     return config
 
 
@@ -98,10 +98,10 @@ def _check_index(folder: Path) -> None:
         with index.open("rb") as stream:
             files = {str(name) for name in json.loads(stream.read(MAX_HEADER_BYTES))["weight_map"].values()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"The files in {str(folder)!r} make no model: {index.name} cannot be read.", _COPY) from error
+        raise ModelError(f"The files in {str(folder)!r} are not a valid model: {index.name} cannot be read.", _COPY) from error
     missing = sorted(name for name in files if name not in present)
     if missing:
-        raise ModelError(f"The folder {str(folder)!r} lacks {missing[0]!r:.200}, which its index names.", _COPY)
+        raise ModelError(f"The folder {str(folder)!r} has no {missing[0]!r:.200}, which its index lists.", _COPY)
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:

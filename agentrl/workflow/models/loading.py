@@ -142,7 +142,7 @@ def _remark_on_gguf(folder: Path) -> tuple[str, ...]:
 
 def _remark_on_experts(model: Any) -> tuple[str, ...]:
     fused = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
-    return ("LoRA trains no experts, and no layers with their names.",) if fused else ()
+    return ("LoRA cannot train experts, or layers with their names.",) if fused else ()
 
 
 def _place(name: str) -> str:
@@ -173,7 +173,7 @@ def _refuse_other_kinds(config: Any) -> None:
     """Raises ModelError for a model that does not read tokens from left to right, as far as its config says."""
     known = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if not known or config.is_encoder_decoder:
-        said = f"{config.model_type!r} is no causal language model that transformers runs"
+        said = f"{config.model_type!r} is not a causal language model that transformers can run"
         raise ModelError(f"{said}: it cannot be sampled or trained here.", "To evaluate it, use a server: --engine openai.")
 
 
@@ -203,7 +203,7 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
         transposed = any(isinstance(modules[name], Conv1D) for name in chosen)
         return LoraLayers.of({name: linear[name] for name in chosen}, modules, transposed)
     there = ", ".join(sorted(count_by_name(linear))[:20])
-    said = f"LoRA is to train {', '.join(missing)}, which are no linear layers of this model"
+    said = f"LoRA is to train {', '.join(missing)}, which are not linear layers of this model"
     raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
 
 
@@ -295,8 +295,8 @@ def _translate_faults(folder: Path, made: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
-            raise ModelError(f"The {made} in {str(folder)!r} wants code of its own.", TRUST) from error
-        raise ModelError(f"The files in {str(folder)!r} make no {made}: {_sentence(error)}.") from error
+            raise ModelError(f"The {made} in {str(folder)!r} needs its own code.", TRUST) from error
+        raise ModelError(f"The files in {str(folder)!r} are not a valid {made}: {_sentence(error)}.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

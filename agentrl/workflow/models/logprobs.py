@@ -201,7 +201,7 @@ def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
         return
     if not causal.supports_gradient_checkpointing:
         raise ModelError(
-            f"{type(causal).__name__} cannot do gradient checkpointing.", "Leave update.gradient_checkpointing out."
+            f"{type(causal).__name__} does not support gradient checkpointing.", "Leave update.gradient_checkpointing out."
         )
     # Older versions of transformers 5 say gradient checkpointing; newer ones warn at that name.
     name = "activation" if hasattr(causal, "activation_checkpointing_enable") else "gradient"

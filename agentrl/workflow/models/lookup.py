@@ -27,13 +27,13 @@ TINY_DATASET = "arithmetic"
 """The dataset whose model the name `tiny` means if no dataset is named."""
 SMALL = 50_000_000
 """Below this many parameters all weights train, unless the config says otherwise."""
-TRUST = "Read it, and pass --trust-remote-code if it may run here."
+TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
 """No file of weights on the hub is larger."""
 LARGEST_CONFIG = 1 << 24
 """The most bytes read of a model's config."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
-HUB_HINT = "Name a local folder that holds a model, or tiny."
+HUB_HINT = "Pass a local model folder, or tiny."
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -83,13 +83,13 @@ def _no_tiny(dataset: str) -> ModelError:
     said = f"The tiny model for {dataset!r} does not exist yet"
     if dataset.endswith(".jsonl"):
         others = "--dataset arithmetic, then pass --model tiny-arithmetic"
-        hint = f"Make it of the file's answers: agentrl sft --dataset {dataset} --model tiny; or of another's: {others}"
+        hint = f"Train it on the file's answers: agentrl sft --dataset {dataset} --model tiny; or on another dataset: {others}"
         return ModelError(f"{said}.", hint)
     if find("datasets", dataset).demonstrations is not None:
-        return ModelError(f"{said}.", f"Make it: agentrl sft --dataset {dataset} --model tiny")
+        return ModelError(f"{said}.", f"Train it: agentrl sft --dataset {dataset} --model tiny")
     return ModelError(
-        f"{said}, and no demonstrations to make it from.",
-        "Make another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
+        f"{said}, and the dataset has no demonstrations to train it on.",
+        "Train another: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
     )
 
 
@@ -103,9 +103,9 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
     if not target.exists():
         return
     if not overwrite:
-        raise ConflictError(f"There is a model in {str(target)!r} already.", f"{how} to make it anew, or name another.")
+        raise ConflictError(f"{str(target)!r} already contains a model.", f"{how} to replace it, or pass another.")
     if not (target / RECORD).is_file():
-        raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Name another folder.")
+        raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Pass another folder.")
 
 
 def code_files(folder: Path) -> tuple[Path, ...]:
@@ -133,7 +133,7 @@ def check_code(config: ModelConfig, folder: Path) -> None:
     """Raises ModelError if the model has code of its own that the config does not trust."""
     code = code_files(folder)
     if code and not config.trust_remote_code:
-        raise ModelError(f"The model in {str(folder)!r} brings code of its own ({code[0].name}).", TRUST)
+        raise ModelError(f"The model in {str(folder)!r} needs its own code ({code[0].name}).", TRUST)
 
 
 def code_hash(folder: Path) -> str:
@@ -197,7 +197,7 @@ def check_on_hub(name: str) -> None:
 
 
 def _unknown_model(name: str) -> ModelError:
-    return ModelError(f"No model is called {name!r}, here or on the hub.", HUB_HINT)
+    return ModelError(f"There is no model {name!r}, here or on the hub.", HUB_HINT)
 
 
 def _hub_away(name: str) -> ModelError:
@@ -291,5 +291,5 @@ def check_base(base: str, known: str) -> None:
         ModelError: the base has changed.
     """
     if known and Path(base).is_dir() and base_hash(Path(base)) != known:
-        said = f"The model in {base!r} is not the one any more that these weights were trained on (sha256 {known[:12]}...)"
-        raise ModelError(f"{said}.", "Put the old base back, or name another policy.")
+        said = f"The model in {base!r} has changed since these weights were trained on it (sha256 {known[:12]}...)"
+        raise ModelError(f"{said}.", "Put the old base back, or use another policy.")

@@ -282,7 +282,7 @@ class Policy:
         if got != set(self.lora_layers.names) and self.config.lora_targets != PROJECTIONS:
             other = sorted(got ^ set(self.lora_layers.names))[0]
             raise ModelError(
-                f"PEFT places adapters otherwise in this model: {other}.", "Set model.lora_targets to other layers."
+                f"PEFT adds unexpected adapters to this model: {other}.", "Set model.lora_targets to other layers."
             )
 
     def _full_slots(self, loaded: Any) -> dict[Slot, Any]:
@@ -362,7 +362,7 @@ def checked_weights(folder: Path, sha256: str) -> Path:
     if not file.is_file():
         raise CheckpointError(
             f"The weights of the checkpoint {str(folder)!r} are missing.",
-            "Put them back; an unfinished run makes its newest checkpoint again by itself.",
+            "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
         )
     found = sha256_file(file)
     if found != sha256:
@@ -395,8 +395,8 @@ def open_run_base(
     for name, value in found.items():
         if known.get(name, value) != value:
             raise ModelError(
-                f"The run was made with {name} {known[name][:12]}, but {base!r} has {value[:12]} here.",
-                "Bring the same model here.",
+                f"The run was submitted with {name} {known[name][:12]}, but {base!r} has {value[:12]} here.",
+                "Copy the same model here.",
             )
     return policy
 

@@ -113,7 +113,7 @@ def check_rewards(weights: Mapping[str, float]) -> None:
 
 def _uncallable(reward: Reward) -> str:
     if inspect.iscoroutinefunction(reward):
-        return "is an async function, which nobody awaits"
+        return "is an async function, which is not supported"
     try:
         signature = inspect.signature(reward, follow_wrapped=False)
     except ValueError:  # of some built-in ones nothing is known

@@ -15,6 +15,6 @@ def length(episode: Episode) -> tuple[float, ...]:
         ValueError: the episode's run, and its limits, are not known.
     """
     if episode.limits is None:
-        raise ValueError("what an episode may sample is its run's to say, and this one has no run")
+        raise ValueError("it needs the token limit of a run, and this episode has no run")
     most = episode.limits.max_new_tokens * episode.limits.max_steps
     return tuple(-len(step.sampled_ids) / most for step in episode.steps)

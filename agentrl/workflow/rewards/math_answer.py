@@ -139,7 +139,7 @@ def _hint(kind: str, reads: Sequence[str]) -> str:
     if kind == "docker":
         return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
     folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
-    return f"They are installed in {folders}: let every user read that. `agentrl doctor` names the Python inside."
+    return f"The packages are in {folders}: make that readable for every user. `agentrl doctor` shows the Python inside."
 
 
 def installed() -> tuple[str, ...]:

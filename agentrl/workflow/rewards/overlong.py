@@ -29,7 +29,7 @@ def overlong(episode: Episode) -> tuple[float, ...]:
         ValueError: the episode's run, and its limits, are not known.
     """
     if episode.limits is None:
-        raise ValueError("how long a turn may be is its run's to say, and this one has no run")
+        raise ValueError("it needs the token limit of a run, and this episode has no run")
     most = episode.limits.max_new_tokens
     return _punished(episode, most, most * CACHE_SHARE)
 

@@ -65,7 +65,7 @@ class Patience:
     def waiting(self) -> Iterator[None]:
         """See `waiting`."""
         if self._over:
-            raise InfraError("The call was given up before its turn came.")
+            raise InfraError("The call was cancelled while it waited.")
         self._since = time.monotonic()
         try:
             yield

@@ -199,7 +199,7 @@ class Container:
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)
             if length > MAX_FRAME_BYTES:
-                raise InfraError("A container's bridge sent data that is not a frame.", "Look for other output of the image.")
+                raise InfraError("A container's bridge sent data that is not a frame.", "Check the image for other output.")
             if len(self._unread) < at + FRAME.size + length:
                 break
             data = self._unread[at + FRAME.size : at + FRAME.size + length]

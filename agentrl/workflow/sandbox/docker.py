@@ -64,7 +64,7 @@ class Docker:
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
         if reads:
-            raise ConfigError(f"A container shows nothing of this host, and not {reads[0]!r}.", "Put it into the image.")
+            raise ConfigError(f"A container cannot read {reads[0]!r} of this host.", "Put it into the image.")
         numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
         scripts = ("runner", "exact_json", "cells")
         container = Container(self.command, self.image, self.user, limits, scripts, numbers)
@@ -92,7 +92,9 @@ def find(settings: Settings) -> Docker:
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
     runs, said = holds(sandbox)
     if not runs:
-        raise SandboxUnavailable(f"No program runs in a container of {settings.sandbox_image}: {said}", "Look for its python3.")
+        raise SandboxUnavailable(
+            f"Programs cannot run in a container of {settings.sandbox_image}: {said}", "Check that the image has a python3."
+        )
     return sandbox
 
 

@@ -23,7 +23,7 @@ PREFERRED_KINDS = ("bwrap", "landlock")
 def install_hint(settings: Settings) -> str:
     """Return what to install, or to change, for a sandbox that works."""
     if settings.image:
-        return "Run the compose stack on Linux 6.12 or newer: its sandbox is landlock."
+        return "Run the compose stack on Linux 6.12 or newer, where its sandbox, landlock, works."
     return "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
@@ -42,7 +42,7 @@ def find_sandbox(settings: Settings) -> Sandbox:
     if settings.sandbox in lacking:
         raise lacking[settings.sandbox]
     said = " ".join(f"{kind}: {error.message}" for kind, error in lacking.items())
-    raise SandboxUnavailable(f"No sandbox holds model-written code on this machine. {said}", install_hint(settings))
+    raise SandboxUnavailable(f"No sandbox for model-written code works on this machine. {said}", install_hint(settings))
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:

@@ -52,4 +52,6 @@ def lease_uid(uids: range) -> UidLease:
             lock.close()
             continue
         return UidLease(uid, lock)
-    raise InfraError(f"A sandbox was asked for, but all {len(uids)} user ids are in use.", "Set AGENTRL_SANDBOX_UIDS wider.")
+    raise InfraError(
+        f"A sandbox was asked for, but all {len(uids)} user ids are in use.", "Set a larger range in AGENTRL_SANDBOX_UIDS."
+    )

@@ -125,8 +125,8 @@ class Rollouts:
         told = [(dict(each.candidate), each.group.task.content_hash) for each in found]
         if told != [(asked.candidates[place], task.content_hash) for place, task in asked.groups]:
             raise ConfigError(
-                "The search asks for other rollouts than when it came here first: its code, or what it draws, has changed.",
-                "Bring back what it was, or submit the run anew.",
+                "The search requested other rollouts than the first time: its code or its random draws have changed.",
+                "Restore the old code, or submit a new run.",
             )
         groups = [each.group for each in found]
         return [groups[start : start + len(tasks)] for start in range(0, len(groups), len(tasks))]
@@ -183,7 +183,7 @@ def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Re
         if chosen is None:
             return Chosen(None)
         if not isinstance(chosen, Mapping):
-            raise TypeError(f"a search returns the texts that it chose, by name, or None, no {type(chosen).__name__}")
+            raise TypeError(f"a search must return the chosen texts by name, or None, not {type(chosen).__name__}")
         if dict(chosen) != given.resources and held_out:
             given.rollouts.each([dict(given.resources), chosen], held_out)
         return Chosen(dict(chosen))
@@ -200,7 +200,7 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     known = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in known]:
-        raise ConfigError(f"A search is given no {strange[0]!r}.", f"Its run may take {', '.join(known)}.")
+        raise ConfigError(f"A search does not get a parameter {strange[0]!r}.", f"Its run may take {', '.join(known)}.")
     return names
 
 

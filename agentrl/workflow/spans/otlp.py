@@ -76,21 +76,21 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
     """The body as it was before it was compressed.
 
     Raises:
-        OtlpError: it is not compressed as it says, or has more bytes.
+        OtlpError: it is not compressed as declared, or has more bytes.
     """
     if encoding not in ("", "identity", "gzip", "deflate"):
-        raise OtlpError(f"it is encoded as {encoding[:40]!r}, and gzip is known here")
+        raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
     if encoding in ("", "identity"):
         return body
     try:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, as its head says
         data = inflate.decompress(body, most + 1)
     except zlib.error:
-        raise OtlpError("it is not compressed as it says") from None
+        raise OtlpError("it is not compressed as declared") from None
     if len(data) > most or inflate.unconsumed_tail:
         raise OtlpError(f"it has more than {most} bytes when it is decompressed")
     if not inflate.eof:
-        raise OtlpError("it ends in the middle of what is compressed")
+        raise OtlpError("the compressed data is truncated")
     return data
 
 
@@ -178,16 +178,16 @@ def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
         elif wire in (1, 5):
             size = 8 if wire == 1 else 4
         else:
-            raise OtlpError("it is no protobuf")
+            raise OtlpError("it is not protobuf")
         if place + size > len(data):
-            raise OtlpError("it ends in the middle")
+            raise OtlpError("it is truncated")
         part, place = data[place : place + size], place + size
         yield number, part if wire == 2 else int.from_bytes(part, "little")
 
 
 def _message(data: Any) -> memoryview:
     if isinstance(data, int):
-        raise OtlpError("a number stands where a message does")
+        raise OtlpError("it has a number instead of a message")
     return memoryview(data)
 
 
@@ -198,7 +198,7 @@ def _varint(data: memoryview, place: int, most: int) -> tuple[int, int]:
         value |= (byte & 127) << 7 * shift
         if byte < 128:
             return value & (2**64 - 1), place + shift + 1
-    raise OtlpError("it is no protobuf, or ends in the middle")
+    raise OtlpError("it is not protobuf, or it is truncated")
 
 
 def _all(data: Any, number: int, budget: "_Budget") -> Iterator[Any]:
@@ -219,7 +219,7 @@ def _from_json(data: bytes, budget: "_Budget") -> Iterator[Span]:
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
-        raise OtlpError("it is no JSON") from None
+        raise OtlpError("it is not JSON") from None
     for of_resource in _list(tree, "resourceSpans"):
         resource = _json_attributes(of_resource.get("resource") or {}, budget)
         for scope in _list(of_resource, "scopeSpans"):
@@ -272,7 +272,7 @@ def _json_value(value: Mapping[str, Any], budget: "_Budget", depth: int) -> Any:
 def _list(tree: Any, name: str) -> list[Any]:
     found = tree.get(name) if isinstance(tree, Mapping) else None
     if found is not None and not isinstance(found, list):
-        raise OtlpError(f"{name} is no list")
+        raise OtlpError(f"{name} is not a list")
     return found or []
 
 
@@ -333,7 +333,7 @@ def _signed(value: Any) -> int:
     if isinstance(value, str) and len(value) <= 20 and value.lstrip("-").isdecimal():
         return int(value)
     if type(value) is not int or abs(value) >= 2**64:
-        raise OtlpError("a whole number is none")
+        raise OtlpError("expected an integer")
     return value
 
 

@@ -167,7 +167,7 @@ def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> 
     for span in decode(body, content_type, encoding):
         named = episode_named(span)
         if named.isdecimal() and named != episode:
-            raise OtlpError(f"a span is of episode {named[:20]}, and this key is of another")
+            raise OtlpError(f"a span belongs to episode {named[:20]}, but the key belongs to another")
         try:
             said += [_document(each) for each in annotations_of_span(span)]
         except ValueError as error:

@@ -21,7 +21,7 @@ def read_traces(path: Path) -> list[Span]:
         DatasetError: it cannot be read, or holds no traces; the line is named.
     """
     if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
-        raise DatasetError(f"{str(path)!r} is no file, but a folder, a pipe or a device.", "Write the traces into a file.")
+        raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST.bytes + 1)
@@ -34,7 +34,7 @@ def read_traces(path: Path) -> list[Span]:
         try:
             found += each
         except OtlpError as error:
-            raise DatasetError(f"{where} is no export of traces: {error}.", "OTLP is read, as JSON or protobuf.") from None
+            raise DatasetError(f"{where} is not an export of traces: {error}.", "Pass OTLP as JSON or protobuf.") from None
         if len(found) > LARGEST.spans or count > LARGEST.spans:
             said = f"{str(path)!r} has more than {LARGEST.spans} spans, or lines."
             raise DatasetError(said, "Split it, and import the parts.")

@@ -54,7 +54,7 @@ def check(database: str) -> None:
         ServiceError: it does not answer, or its login may do more than read.
     """
     if not database:
-        raise ConfigError("There is no database to ask: none is named.", HINT)
+        raise ConfigError("The tool sql has no database.", HINT)
     if is_url(database):
         with _postgres(database):
             return
@@ -136,4 +136,4 @@ def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
 
 
 def _too_mighty_error() -> AgentRLError:
-    return ServiceError("The login of the tool sql may do more than read.", "Name one in its URL that may only SELECT.")
+    return ServiceError("The login of the tool sql may do more than read.", "Use a login that may only SELECT.")

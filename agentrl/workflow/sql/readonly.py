@@ -146,7 +146,7 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
         return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
     if any(words in message for words in _UNREADABLE):
         return ServiceError(f"The database cannot be read: {message}.", "Try again; `agentrl doctor`.")
-    return ConfigError(f"The query does not work: {message}.", hint)
+    return ConfigError(f"Invalid query: {message}.", hint)
 
 
 # errors of both databases

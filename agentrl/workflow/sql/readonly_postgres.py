@@ -58,7 +58,7 @@ def read_postgres(
         if cursor.description is None:  # an empty stream does not name its columns
             cursor.execute(sql.encode(), prepare=True)
     except UnicodeDecodeError as error:  # a column's name, in SQL_ASCII
-        raise ConfigError("The answer names a column with other letters than ASCII has.", hint) from error
+        raise ConfigError("A result column's name is not ASCII.", hint) from error
     except psycopg.Error as error:
         raise (stopped if isinstance(error, psycopg.errors.QueryCanceled) else _postgres_refusal(error, hint)) from error
     finally:
@@ -92,4 +92,4 @@ def _postgres_refusal(error: psycopg.Error, hint: str) -> AgentRLError:
         return write_error(message)
     if state.startswith(("08", "53", "57")):
         return ServiceError(f"The database stopped answering: {message}.", "Try again; `agentrl doctor`.")
-    return ConfigError(f"The query does not work: {message}.", hint)
+    return ConfigError(f"Invalid query: {message}.", hint)

@@ -38,7 +38,7 @@ from agentrl.workflow.trajectory import ROOT, Step, storable
 
 CONTINUED = "another turn continues the same one"
 """Why a step opens a chain of its own although it continues its parent token for token."""
-BESIDE = "asked for beside another request, of which nothing was known yet"
+BESIDE = "requested while another request was still running"
 """Why a step opens another chain whose request came before any step was there."""
 
 

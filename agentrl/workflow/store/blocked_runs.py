@@ -52,7 +52,7 @@ def find_wait_reason(tx: Connection, run_id: int) -> str:
     """What the run's rollouts wait for: another run, or as their worker said; empty where nothing is known to keep them."""
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
     maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
-    return f"{maker.name} makes its checkpoint again ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
+    return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
 
 
 def _find_newest_wait(tx: Connection, run_id: int) -> str:

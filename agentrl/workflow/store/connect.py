@@ -80,15 +80,15 @@ def database_url(text: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
-        raise ConfigError("AGENTRL_DATABASE_URL is no database URL.", URL_HINT) from error
+        raise ConfigError("AGENTRL_DATABASE_URL is not a database URL.", URL_HINT) from error
     if "@" in (url.host or ""):  # a part of the password
         raise ConfigError("The password in AGENTRL_DATABASE_URL is not escaped.", "Write @ as %40, or set PGPASSWORD instead.")
     if url.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         return url.set(drivername="postgresql+psycopg")
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
-        raise ConfigError(f"AGENTRL_DATABASE_URL asks for {url.drivername!r}; SQLite and Postgres are known.", URL_HINT)
+        raise ConfigError(f"AGENTRL_DATABASE_URL has an unknown scheme, {url.drivername!r}: use SQLite or Postgres.", URL_HINT)
     if url.database in (None, "", ":memory:"):
-        raise ConfigError("AGENTRL_DATABASE_URL names no file, and several processes share the database.", URL_HINT)
+        raise ConfigError("AGENTRL_DATABASE_URL needs a file: several processes share the database.", URL_HINT)
     return url
 
 
@@ -126,11 +126,11 @@ class Database:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            said = f"The database's folder {str(folder)!r} cannot be made: {error.strerror}."
+            said = f"Cannot create the database's folder {str(folder)!r}: {error.strerror}."
             raise ServiceError(said, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
         if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
             said = f"The database {str(file)!r} cannot be used: file is not a database."
-            raise ServiceError(said, "Name another one; this one was left as it is.")
+            raise ServiceError(said, "Pass another one; this one was not changed.")
         engine = create_engine(self.url, connect_args={"timeout": 30.0}, pool_size=32, max_overflow=64)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_immediate)
@@ -402,7 +402,7 @@ def _configure_postgres(connection: Any, record: object) -> None:
         name = connection.info.dbname
         connection.close()
         raise ConfigError(
-            f"The database {name!r} is kept in {encoding}, and what models write needs UTF8.",
+            f"The database {name!r} has the encoding {encoding}, but texts of models need UTF8.",
             f"Type CREATE DATABASE {name}_utf8 ENCODING 'UTF8' TEMPLATE template0; and set AGENTRL_DATABASE_URL to that.",
         )
     with connection.cursor() as cursor:
@@ -435,4 +435,4 @@ def _refuse_unusable(context: ExceptionContext) -> None:
         raise ServiceError(f"The database {file!r} cannot be used: {reason}.", hint) from context.original_exception
     if context.engine is not None and reason == _DISK_FULL_ERROR:
         said = f"The disk of the database {context.engine.url.database!r} is full, or its quota is used up."
-        raise ServiceError(said, "Free space there; runs then go on by themselves.") from context.original_exception
+        raise ServiceError(said, "Free space there; runs then continue by themselves.") from context.original_exception

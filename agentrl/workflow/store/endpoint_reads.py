@@ -68,9 +68,9 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
     if episode_status not in OPEN:
         return f"is {episode_status}"
     if attempt != newest:
-        return f"is at attempt {newest}, and this key is of attempt {attempt}"
+        return f"is at attempt {newest}, but this key belongs to attempt {attempt}"
     if status in ("ended", "lost"):
-        return f"has no agent any more: its attempt {attempt} is {status}"
+        return f"no longer has an agent: its attempt {attempt} is {status}"
     return ""
 
 

@@ -33,7 +33,7 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
     current = select(_EPISODES.attempt, _EPISODES.status, schema.runs.c.name).where(_EPISODES.id == episode)
     row = tx.execute(current.join(schema.runs, schema.runs.c.id == _EPISODES.run_id)).one_or_none()
     if row is None or row.attempt != attempt or row.status not in OPEN:
-        raise StateError("This episode is over, or another attempt of it is on.")
+        raise StateError("This episode has ended, or has a newer attempt.")
     mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
     count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
     if count + len(said) > MOST_OF_ATTEMPT:

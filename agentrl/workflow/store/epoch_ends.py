@@ -29,8 +29,8 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
     found = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
     if not found or found[epoch] > newest[0]["version"]:
-        said = f"Epoch {epoch} of {run['name']!r} is not over, or it has none of that number."
-        raise NotFoundError(said, f"Name a version, {run['name']}@3, or follow it: agentrl watch {run['name']}")
+        said = f"Epoch {epoch} of {run['name']!r} has not ended, or does not exist."
+        raise NotFoundError(said, f"Use a version, {run['name']}@3, or follow the run: agentrl watch {run['name']}")
     return found[epoch]
 
 

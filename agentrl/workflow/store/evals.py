@@ -33,7 +33,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     first = select(schema.runs).where(schema.runs.c.measures_id == run["id"]).order_by(schema.runs.c.measures_version).limit(1)
     model = tx.execute(first).mappings().one_or_none()
     if model is None:
-        told = f"no earlier evaluation tells its tasks: agentrl eval --policy {run['name']}@{version}"
+        told = f"no earlier evaluation has its tasks: agentrl eval --policy {run['name']}@{version}"
         log(tx, run["id"], "not_measured", f"version {version}", told)
         return
     kept = ("kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set", "measures_id", "format")

@@ -47,7 +47,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     of_an_epoch = epoch_length(tx, row)
     total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
     if total > MOST:
-        raise ConfigError(f"{row['name']!r} would have {total} iterations, and no run has more than {MOST}.", "Name fewer.")
+        raise ConfigError(f"{row['name']!r} would have {total} iterations; the maximum is {MOST}.", "Name fewer.")
     going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
     config = _with_length(row["config"], total, of_an_epoch)
@@ -66,21 +66,21 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":
-        raise StateError(f"{name!r} is of kind {row['kind']} and trains nothing.", "Name a training run: agentrl runs")
+        raise StateError(f"{name!r} is of kind {row['kind']} and does not train.", "Use a training run: agentrl runs")
     check_format(row["name"], row["format"], "resume")
     if stored:
         raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
     if row["status"] not in EXTENDABLE:
-        raise StateError(f"Run {name!r} is {row['status']} for good.", _fresh_run_hint(row))
+        raise StateError(f"Run {name!r} is {row['status']} and cannot be extended.", _fresh_run_hint(row))
     if decay != "none":
         raise ConfigError(
-            f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}): a longer run would have had another.",
+            f"The learning rate of {name!r} falls to 0 at its end (update.decay={decay}), so the run cannot be extended.",
             _fresh_run_hint(row),
         )
 
 
 def _fresh_run_hint(row: Mapping[str, Any]) -> str:
-    return f"Train its policy on, with a schedule of its own: agentrl submit --dataset {row['dataset']} --model {row['name']}"
+    return f"Continue with its policy in a new run: agentrl submit --dataset {row['dataset']} --model {row['name']}"
 
 
 def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
@@ -104,6 +104,6 @@ def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: in
             raise CheckpointError(
                 f"Policy version {policy.version}, which the next iteration of {row['name']!r} samples with, was collected on "
                 f"{policy.collected_at:%Y-%m-%d}.",
-                f"Train its newest on: agentrl submit --model {row['name']}@{newest}",
+                f"Continue with the newest version: agentrl submit --model {row['name']}@{newest}",
             )
         insert_iteration(tx, row["id"], number, policy.id)

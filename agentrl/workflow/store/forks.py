@@ -57,7 +57,10 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     """
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
-        raise StateError(f"Episode {episode} is not over: it is {row['status']}.", "Fork it when it is; `agentrl pause RUN`.")
+        raise StateError(
+            f"Episode {episode} has not ended: it is {row['status']}.",
+            "Fork it after it has ended, or pause its run: agentrl pause RUN.",
+        )
     task = tx.execute(select(schema.tasks).where(schema.tasks.c.id == row["task_id"])).mappings().one()
     (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
@@ -92,7 +95,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
         if row["name"] == name:
             return row
     known = ", ".join(row["name"] for row in found)
-    raise NotFoundError(f"The run has no reward set {name!r}; it has {known}.", "Make one: agentrl rescore RUN --reward ...")
+    raise NotFoundError(f"The run has no reward set {name!r}; it has {known}.", "Create one: agentrl rescore RUN --reward ...")
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:

@@ -115,7 +115,7 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
         successor = heir.partition("/")[0]
         if successor == worker:  # in a container, which keeps its name, every process has the same pid
             successor = "the same worker"
-        said = f"its lease on {what} ran out, and was not handed back; {successor} goes on from the last commit"
+        said = f"its lease on {what} expired; {successor} continues from the last commit"
         log(tx, run, "worker_lost", worker, said)
 
 
@@ -167,7 +167,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
         held = describe_held_work(tx, run, worker, role)
         log(tx, run, "device_lost", worker, f"the worker {role} ended because its device failed ({reason}); it held {held}")
         if _count_losses(tx, run) >= MAX_DEVICE_LOSSES:
-            failed = f"The device failed {MAX_DEVICE_LOSSES} times without any progress, at last at {worker}: {reason}."
+            failed = f"The device failed {MAX_DEVICE_LOSSES} times without any progress, the last time at {worker}: {reason}."
             set_run_status(tx, run, "failed", f"{failed} Check it there: agentrl doctor")
     for table in (schema.groups, schema.iterations):
         tx.execute(update(table).where(*is_held_by(table, worker)).values(lease_until=now_ms() + EXIT_MS, worker=""))
@@ -183,7 +183,7 @@ def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
     losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
     if not tx.execute(losses).scalar_one():
         return ""
-    sentence = "the worker runs this on the CPU, since the GPU that failed cannot be used now; AGENTRL_DEVICE=cuda would refuse"
+    sentence = "the worker uses the CPU because its GPU failed; with AGENTRL_DEVICE=cuda it would stop instead"
     log(tx, run, "on_cpu", worker, sentence)
     return sentence
 

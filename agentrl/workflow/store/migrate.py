@@ -69,8 +69,8 @@ def open_database(url: str) -> Database:
         is_foreign = found is None and _is_foreign(tx)
     if is_foreign and database.is_sqlite:
         database.close()
-        said = f"The database {str(database.url.database)!r} is of something else."
-        raise ServiceError(said, "Name another file for the store; this one was left as it is.")
+        said = f"The database {str(database.url.database)!r} is not an agentrl database."
+        raise ServiceError(said, "Use another file for the store; this one was not changed.")
     if found == head():
         return database
     known = found is None or found in {script.revision for script in _script().walk_revisions()}
@@ -80,7 +80,9 @@ def open_database(url: str) -> Database:
     database.close()
     check_revision(found)
     if not known:
-        raise ServiceError(f"A newer agentrl made this database (revision {found}; known here: {head()}).", "Use that one.")
+        raise ServiceError(
+            f"A newer agentrl wrote this database (revision {found}; known here: {head()}).", "Use that version."
+        )
     raise ServiceError(
         f"The database is at revision {found or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
     )
@@ -182,7 +184,7 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
     there = bool(tx.execute(found, {"role": role}).scalar_one())
     if not there:
         log.warning(
-            "This login may not make the role %s. Let a superuser type: CREATE ROLE %s LOGIN; then run `agentrl db upgrade` "
+            "This login may not create the role %s. Let a superuser type: CREATE ROLE %s LOGIN; then run `agentrl db upgrade` "
             "again.",
             purpose,
             role,
@@ -222,7 +224,7 @@ def _set_password(tx: Connection, role: str, password: str, variable: str) -> No
             tx.connection.cursor().execute(login)
     except InsufficientPrivilege:
         log.warning(
-            "This login may not set the password of %s: %s is left aside. Let a superuser type: ALTER ROLE %s PASSWORD '...';",
+            "This login may not set the password of %s: %s is ignored. Let a superuser type: ALTER ROLE %s PASSWORD '...';",
             role,
             variable,
             role,

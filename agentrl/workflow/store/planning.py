@@ -209,7 +209,7 @@ def _check_not_collected(tx: Connection, ref: PolicyRef) -> None:
     """Refuses weights that were collected since they were looked up."""
     gone = select(schema.policies.c.id).where(schema.policies.c.path == ref.path, schema.policies.c.collected_at.is_not(None))
     if ref.path and tx.execute(gone.limit(1)).first():
-        raise CheckpointError(f"The weights in {ref.path!r} have just been collected.", "Choose another policy version.")
+        raise CheckpointError(f"The weights in {ref.path!r} have just been removed.", "Choose another policy version.")
 
 
 SUBMITTED_COLUMNS = ("name", "kind", "seed", "dataset", "iterations", "output_dir", "reward_set")
@@ -252,7 +252,7 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
     if (_without_length(found[0]), *found[1:]) == (_without_length(asked[0]), *asked[1:]):
         raise ConflictError(
             f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
-            f"Make it longer with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
+            f"Extend it with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
         )
     raise ConflictError(
         f"A run called {submission.name!r} exists with another config.",
@@ -387,9 +387,11 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 def check_resumable(row: Mapping[str, Any]) -> None:
     """Raises StateError where the run, by its row, is done, cancelled, of another format, or what a process served."""
     if row["kind"] == "serve":
-        raise StateError(f"Run {row['name']!r} is what a process served, and only that process could go on.", _SERVE_HINT)
+        raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
-        raise StateError(f"Run {row['name']!r} is {row['status']}: nothing is left to do.", f"agentrl watch {row['name']}")
+        raise StateError(
+            f"Run {row['name']!r} is {row['status']}: there is nothing left to do.", f"agentrl watch {row['name']}"
+        )
     check_format(row["name"], row["format"], "resume")
 
 
@@ -493,7 +495,7 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
     if row["status"] == status:
         return row
     if row["kind"] == "serve" and status == "paused":
-        raise StateError(f"Run {row['name']!r} is what a process serves: it cannot pause.", "End it: Ctrl-C where it runs.")
+        raise StateError(f"Run {row['name']!r} is served by a process and cannot pause.", "End it with Ctrl-C in its terminal.")
     if row["status"] in ("done", "cancelled") or (row["status"] == "failed" and status == "paused"):
         raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
     _stop(tx, row, status, reason)

@@ -101,13 +101,13 @@ def recovery_hint(tx: Connection, run: str, path: str) -> str:
     """The command to type for a run without training that failed because of a broken checkpoint."""
     maker = _find_maker(tx, path)
     if maker is None:
-        return f"It was made again in another folder: type `agentrl resume {run}`."
+        return f"It was rebuilt in another folder: type `agentrl resume {run}`."
     if (
         maker["status"] in ("paused", "failed")
         and maker["kind"] == "train"
         and tx.execute(_select_needed_path(maker["id"], path)).first()
     ):
-        return f"`agentrl resume {maker['name']}` makes it again, then type `agentrl resume {run}`."
+        return f"`agentrl resume {maker['name']}` rebuilds it, then type `agentrl resume {run}`."
     return f"Put the files back and type `agentrl resume {run}`."
 
 
@@ -160,7 +160,7 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
     if _is_whole_again(tx, work, path):
         return  # this commit's answer was lost; another trainer may have claimed the iteration since
     if not handed_back.rowcount:
-        raise Fenced(f"Version {broken.version} of {work.run} is made again by another trainer.")
+        raise Fenced(f"Version {broken.version} of {work.run} is being rebuilt by another trainer.")
     # Sent again at once: the messages that came meanwhile were refused, those of its evaluations too.
     users = select(schema.policies.c.run_id).where(schema.policies.c.path == broken.path)
     waiting = (schema.groups.c.run_id == work.run_id) | schema.groups.c.run_id.in_(users)
@@ -187,7 +187,7 @@ def is_checkpoint_named(tx: Connection, path: str) -> bool:
 
 def _describe_rebuild(broken: PolicyRef, path: str, sha256: str) -> str:
     if path == broken.path:
-        return "the folder is whole again"
+        return "the folder is intact again"
     if sha256 == broken.sha256:
         return "from the version before it and the recorded episodes: bit for bit the same weights"
     return (

@@ -54,7 +54,7 @@ def add_reward_set(
     """Writes the set with the parts of each episode, by its id.
 
     Raises:
-        ConflictError: the run has a set of that name, by other code or weights.
+        ConflictError: the run has a set of that name, with other code or weights.
     """
     statement = (
         insert(tx, schema.reward_sets)
@@ -82,5 +82,5 @@ def _same_set(tx: Connection, run_id: int, name: str, code_hash: str, weights: M
     sets = schema.reward_sets.c
     row = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id, sets.name == name)).mappings().one()
     if row["code_hash"] != code_hash or row["weights"] != dict(weights):
-        raise ConflictError(f"The run has a reward set {name!r} by other code or weights.", "Choose another --name.")
+        raise ConflictError(f"The run has a reward set {name!r} with other code or weights.", "Choose another --name.")
     return int(row["id"])

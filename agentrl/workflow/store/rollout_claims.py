@@ -247,7 +247,7 @@ def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
     events = schema.events.c
     told = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
     if tx.execute(select(events.id).where(told)).first() is None:
-        log(tx, run_id, "code_changed", code_hash, "from here on rewards come from other code than when the run was submitted")
+        log(tx, run_id, "code_changed", code_hash, "the code of the rewards differs from now on from the code at submission")
 
 
 _OPEN_AMONG = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expanding=True)), _is_open(_GROUPS.status)).limit(1)

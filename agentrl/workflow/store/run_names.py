@@ -64,7 +64,7 @@ def parse_version(word: str) -> Version:
         return "best"
     digits = word.removeprefix("epoch").removeprefix("v")
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 20) or word.startswith("epochv"):
-        raise ConfigError(f"{word!r} is no policy version.", "Write RUN@3, RUN@best or RUN@epoch3.")
+        raise ConfigError(f"{word!r} is not a policy version.", "Pass RUN@3, RUN@best or RUN@epoch3.")
     return Epoch(int(digits)) if word.startswith("epoch") else int(digits)
 
 
@@ -104,7 +104,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
     if policy["collected_at"] is not None:
         raise CheckpointError(
             f"Policy version {policy['version']} of {row['name']!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
-            f"Its episodes are still there; {row['name']}@N takes another version, {row['name']} the newest.",
+            f"Its episodes are still stored. Use {row['name']}@N for another version, {row['name']} for the newest.",
         )
     return {**policy, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
 
@@ -132,7 +132,7 @@ def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
     found = find_best_version(tx, run["id"])
     if found is None:
         measured = run["config"].get("eval", {}).get("every")
-        newest = f"Runs with --eval-every N (in Python a val_dataset) know theirs. The newest is {run['name']}."
+        newest = f"Runs with --eval-every N (in Python: val_dataset) have a best version. The newest is {run['name']}."
         hint = f"agentrl watch {run['name']}" if measured else newest
-        raise NotFoundError(f"No policy version of {run['name']!r} was measured yet, so that none is its best.", hint)
+        raise NotFoundError(f"No policy version of {run['name']!r} was evaluated yet, so there is no best version.", hint)
     return found

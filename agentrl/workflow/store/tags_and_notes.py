@@ -40,7 +40,7 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
         tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
     tags = [*tx.execute(select(_TAGS.tag).where(_TAGS.run_id == number)).scalars()]
     if len(tags) > MOST_TAGS:
-        raise ConflictError(f"A run has at most {MOST_TAGS} tags.", f"Take some away: agentrl tag {number} -r WORD")
+        raise ConflictError(f"A run has at most {MOST_TAGS} tags.", f"Remove some: agentrl tag {number} -r WORD")
     return sorted(tags)
 
 
@@ -59,7 +59,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
         raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
     count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()
     if count >= MOST_NOTES:
-        raise ConflictError(f"A run has at most {MOST_NOTES} notes.", f"Take some away: agentrl note {number} -r NUMBER")
+        raise ConflictError(f"A run has at most {MOST_NOTES} notes.", f"Remove some: agentrl note {number} -r NUMBER")
     made = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=said).returning(_NOTES.id))
     return int(made.scalar_one())
 
@@ -85,5 +85,5 @@ def check_tag(tag: str) -> str:
     """
     word = tag.strip()
     if not word.isprintable() or not 0 < len(word) <= MAX_TAG_CHARS:
-        raise ConfigError(f"{tag[:100]!r} is no tag.", f"A tag has 1 to {MAX_TAG_CHARS} printable characters.")
+        raise ConfigError(f"{tag[:100]!r} is not a valid tag.", f"A tag has 1 to {MAX_TAG_CHARS} printable characters.")
     return word

@@ -277,8 +277,8 @@ def confirm_base(
         other = {"base": (row["base_hash"], base_hash)}
     for name, (made, found) in other.items():
         raise ModelError(
-            f"Run {row['name']!r} was made with {name} {made[:12]}, here that of {row['base']!r} is {found[:12]}.",
-            "Bring the same model here, or submit a new run.",
+            f"Run {row['name']!r} was submitted with {name} {made[:12]}, but here that of {row['base']!r} is {found[:12]}.",
+            "Copy the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
         manifest = {**facts, **row["manifest"], **chat_hashes}

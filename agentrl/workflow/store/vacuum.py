@@ -50,9 +50,9 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
             (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.OperationalError as error:
             if "full" in str(error):
-                raise ServiceError(f"{_no_room(file)}: it is as it was.", "Make room, then try again.") from error
+                raise ServiceError(f"{_no_room(file)}: it was not changed.", "Free some space, then try again.") from error
             if "locked" in str(error) or "busy" in str(error):
-                said = f"The database {str(file)!r} is being written to: it is as it was."
+                said = f"The database {str(file)!r} is being written to: it was not changed."
                 raise ServiceError(said, "Try again later, or `agentrl pause` the runs first.") from error
             raise
     return VacuumResult(before, _sqlite_bytes(file), bool(busy))
@@ -70,7 +70,7 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
         if found < wanted:
             raise ServiceError(
                 f"{_no_room(file)}: {str(place)!r} has {found / 2**20:.0f} MiB free, and {wanted / 2**20:.0f} MiB are needed.",
-                "Make room (`agentrl gc`), then try again.",
+                "Free some space (`agentrl gc`), then try again.",
             )
 
 
@@ -81,7 +81,7 @@ def _sqlite_temp_folder() -> Path:
 
 
 def _no_room(file: Path) -> str:
-    return f"There is no room for the copy that compacting {str(file)!r} takes"
+    return f"Not enough disk space to compact {str(file)!r}"
 
 
 def _sqlite_bytes(file: Path) -> int:
@@ -100,7 +100,7 @@ def _vacuum_postgres(database: Database) -> VacuumResult:
         except OperationalError as error:
             if getattr(error.orig, "sqlstate", None) != "55P03":
                 raise
-            said = "A table is locked by somebody else: the database is as it was."
+            said = "Another process has locked a table: the database was not changed."
             raise ServiceError(said, "Try again later.") from error
         finally:
             connection.execute(text("RESET lock_timeout"))

@@ -88,7 +88,7 @@ class Tool:
             return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         except (PydanticUserError, NameError, TypeError) as error:
             said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"The tool {self.name!r} has a type without a JSON schema: {said}.", _TYPES) from error
+            raise ConfigError(f"The tool {self.name!r} has a parameter type without a JSON schema: {said}.", _TYPES) from error
 
     def _type_of(self, parameter: inspect.Parameter) -> Any:
         if parameter.annotation is inspect.Parameter.empty or parameter.kind in _MANY:
@@ -119,9 +119,7 @@ class Tool:
             ConfigError: the name does not fit.
         """
         if not NAMES.fullmatch(self.name):
-            raise ConfigError(
-                f"{self.title} has a name that no call can have.", "Use up to 128 ASCII letters, digits and _ . / -"
-            )
+            raise ConfigError(f"{self.title} has an invalid name.", "Use up to 128 ASCII letters, digits and _ . / -")
 
     def check(self) -> None:
         """Checks that the tool can be offered on this machine.
@@ -132,12 +130,10 @@ class Tool:
         self.check_name()
         self._check_size()
         if not self.schema["function"]["description"]:
-            raise ConfigError(
-                f"The tool {self.name!r} has no docstring, and a model would not know what it does.", "Write one."
-            )
+            raise ConfigError(f"The tool {self.name!r} has no docstring, which is what a model reads about it.", "Write one.")
         if inspect.iscoroutinefunction(self.function):
             raise ConfigError(
-                f"The tool {self.name!r} is an async function.", "Write it as a plain one; calls run side by side."
+                f"The tool {self.name!r} is an async function.", "Write it as a plain function; calls run in parallel."
             )
         if self.needs is not None:
             self.needs()
@@ -151,7 +147,7 @@ class Tool:
         if size > MOST_TOLD:
             raise ConfigError(
                 f"{self.title} has a description and parameters of {size} bytes.",
-                f"At most {MOST_TOLD} bytes fit into a prompt.",
+                f"At most {MOST_TOLD} bytes are allowed.",
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
@@ -212,7 +208,7 @@ class Tool:
         return ", ".join(told) or "no arguments"
 
 
-_TYPES = "Write each parameter as name: type, with types that JSON has."
+_TYPES = "Write each parameter as name: type, with JSON types."
 
 
 def _field(parameter: inspect.Parameter) -> Any:

@@ -29,7 +29,7 @@ CHARSETS = re.compile(r"ascii|utf-(?:8|16|32)|iso8859|cp[0-9]|mac|koi8|gb|big5|s
 PORTS = {"http": 80, "https": 443}
 TEXTS = ("text/", "application/json", "application/xml", "application/xhtml", "application/rss", "application/atom")
 ENTRY = re.compile(r"(?P<name>\[[0-9a-f:]+\]|(?:\*\.)?[\w.-]+)(?::(?P<port>[0-9]{1,5}))?")
-HINT = "Name hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
+HINT = "Set hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
 
 
 def fetch_from(hosts: Sequence[str]) -> Tool:

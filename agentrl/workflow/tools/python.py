@@ -87,7 +87,7 @@ class CodeTool(Tool):
 
     def _run_program(self, arguments: Mapping[str, Any]) -> Result:
         if self.keeps:
-            raise ConfigError(f"The tool {self.name!r} keeps names for an episode, and there is no episode.", "Take python.")
+            raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Take python.")
         return sandbox().run(self._program(arguments), limits=self.limits)
 
     def _program(self, arguments: Mapping[str, Any]) -> str:

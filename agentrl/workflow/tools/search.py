@@ -84,7 +84,7 @@ def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
         return
     path = Path(collection).expanduser()
     if not collection or not (path.is_dir() or path.is_file()):
-        what = f"nothing is at {str(path)!r}" if collection else "no collection is named"
+        what = f"nothing is at {str(path)!r}" if collection else "no collection is set"
         raise ConfigError(f"There is nothing to search: {what}.", HINT)
     if path.is_file() and path.suffix != ".jsonl":
         raise ConfigError(f"{str(path)!r} is neither a folder nor a .jsonl file.", HINT)
@@ -123,7 +123,7 @@ def index(passages: Iterable[Passage]) -> Search:
     ).rowcount
     table.execute("COMMIT")
     if added < 1:
-        raise ConfigError("The collection to search holds no text.", HINT)
+        raise ConfigError("The collection to search has no texts.", HINT)
     turn = threading.Lock()
 
     def best(query: str, k: int) -> list[Passage]:
@@ -168,7 +168,9 @@ def _document(file: Path, number: int, line: str) -> tuple[str, str]:
         return str(row.get("title", f"{file.stem}/{number}")), text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"Line {number} of {str(file)!r} is no object with 'text': {said}.", "Correct the file.") from error
+        raise ConfigError(
+            f"Line {number} of {str(file)!r} is not an object with 'text': {said}.", "Correct the file."
+        ) from error
 
 
 def split_text(text: str) -> Iterator[str]:

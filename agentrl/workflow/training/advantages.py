@@ -259,7 +259,7 @@ def _decays(options: AlgorithmConfig) -> tuple[float, float]:
 
 def _values(earned: Earned) -> Tensor:
     if earned.values is None:
-        raise StateError("This credit needs a critic's values, and the algorithm has no critic.")
+        raise StateError("This advantage needs a critic's values, but the algorithm has no critic.")
     return torch.where(earned.mask, earned.values, 0.0)
 
 

@@ -50,7 +50,7 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
     if problems:
         raise malformed_error(config.name, problems, "Correct them.")
     if not found:
-        raise DatasetError(f"{config.name!r} holds no demonstration.", "Write one JSON object per line into it.")
+        raise DatasetError(f"{config.name!r} has no demonstrations.", "Write one JSON object per line into it.")
     return found
 
 
@@ -71,7 +71,7 @@ def _messages(value: object) -> tuple[Message, ...]:
     messages = read_messages("messages", value)
     said = [message.role == "assistant" for message in messages]
     if not any(said):
-        raise ValueError("no message is the assistant's")
+        raise ValueError("it has no assistant message")
     if said[0] or any(first and second for first, second in pairwise(said)):
         raise ValueError("an assistant's message answers none that stands before it")
     last = max(index for index, own in enumerate(said) if own)

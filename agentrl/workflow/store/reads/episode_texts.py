@@ -24,7 +24,7 @@ def load_text(tx: Any, episode: int, path: str) -> str:
     shape = episode_shape(tx, episode)
     found = _find(tx, shape, path.split("/")) if len(path) <= MOST_PATH else None
     if found is None:
-        raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Take the paths that its answer tells under `of`.")
+        raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 

@@ -117,7 +117,7 @@ def select_page(
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
     if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} after passing over {paging.offset}.")
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
     asked = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
     if paging.cursor:
@@ -204,7 +204,9 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
 
 def cursor_error(cursor: str) -> ConfigError:
     """The error for a cursor that is not this list's."""
-    return ConfigError(f"{cursor[:40]!r} is no cursor of this list with this filter and order.", "Begin again without one.")
+    return ConfigError(
+        f"{cursor[:40]!r} is not a cursor of this list with this filter and order.", "Start again without a cursor."
+    )
 
 
 def is_id(value: Any) -> bool:

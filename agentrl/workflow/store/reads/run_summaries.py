@@ -121,5 +121,5 @@ def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
         SELECT r.id AS run_id, m.name, t.broken FROM runs r JOIN policies p ON p.run_id = r.id AND p.path <> ''
         JOIN policies t ON t.path = p.path AND t.broken <> '' JOIN runs m ON m.id = t.run_id AND m.status = 'running'
         WHERE r.id IN ({ids}) AND r.kind <> 'train'"""
-    made = {row["run_id"]: f"{row['name']} makes its checkpoint again ({row['broken']})." for row in select_rows(tx, making)}
+    made = {row["run_id"]: f"{row['name']} is rebuilding its checkpoint ({row['broken']})." for row in select_rows(tx, making)}
     return found | made

@@ -111,9 +111,9 @@ def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> 
         ConfigError: no such view or column of numbers, or no cursor of this series.
     """
     if view not in WINDOWS:
-        raise ConfigError(f"{view!r:.60} is no view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
+        raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
     if column not in _numbers(view):
-        raise ConfigError(f"{column!r:.60} is no number of {view}.", did_you_mean(column[:60], _numbers(view)))
+        raise ConfigError(f"{column!r:.60} is not a number of {view}.", did_you_mean(column[:60], _numbers(view)))
     found = run_id_and_name(tx, run)
     of = [found["id"], view, column]
     values = {"id": found["id"]} if ":id" in WINDOWS[view] else {"run": found["name"]}

@@ -63,7 +63,7 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
         raise CheckpointError(
             f"Policy version {start.version}, which the update of iteration {found.number + 1} of {row['name']!r} started "
             f"from, was collected on {start.collected_at:%Y-%m-%d}.",
-            f"The last one: agentrl whatif {row['name']}, without --iteration.",
+            f"For the last one: agentrl whatif {row['name']}, without --iteration.",
         )
     recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == found.id)
     return UpdateInputs(
@@ -79,9 +79,9 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
 def _find_iteration(tx: Connection, run: Mapping[str, Any], wanted: int | None) -> Any:
     name, iterations = run["name"], schema.iterations.c
     if run["kind"] != "train":
-        raise StateError(f"{name!r} trains nothing: it is of kind {run['kind']}.", "Name a training run: agentrl runs")
+        raise StateError(f"{name!r} does not train: it is of kind {run['kind']}.", "Name a training run: agentrl runs")
     if wanted is not None and not 1 <= wanted <= run["iterations"]:
-        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1, and no iteration {wanted}.")
+        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1; there is no iteration {wanted}.")
     query = select(schema.iterations).where(iterations.run_id == run["id"], iterations.status == "done")
     query = query if wanted is None else query.where(iterations.number == wanted - 1)
     found = tx.execute(query.order_by(iterations.number.desc())).all()

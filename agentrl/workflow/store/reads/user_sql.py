@@ -41,7 +41,7 @@ LOCK_SECONDS = 2.0
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
 """The messages of SQLite and Postgres for an unknown name."""
-_VIEWS_HINT = "What there is: agentrl sql --schema"
+_VIEWS_HINT = "List the views: agentrl sql --schema"
 
 
 MAX_CHARACTERS = 32_000_000
