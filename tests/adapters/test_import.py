@@ -150,8 +150,8 @@ def test_the_same_file_is_read_as_lines_as_one_document_and_compressed(
 
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": (b"", "There is no trace to import"),
-    "garbage": (b"\xff\xfe", "is no export of traces"),
-    "a list": (b"[1, 2]", "is no export of traces"),
+    "garbage": (b"\xff\xfe", "is not an export of traces"),
+    "a list": (b"[1, 2]", "is not an export of traces"),
     "half a line": (b'{"resourceSpans": []}\n{"resourceSpans": [\n', "Line 2 of"),
     "a bomb": (lambda: gzip.compress(b"\0" * (257 * 2**20), 1), "it has more than"),
     "no turn": ([span(1, "x", {})], "1: no model turn"),

@@ -310,14 +310,14 @@ def test_weights_that_are_gone_are_refused(runs: Database, capsys: pytest.Captur
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:
-        assert "is not whole" in Asked(capsys, "plain", "--algorithm", "rloo", code=9).err
+        assert "is damaged" in Asked(capsys, "plain", "--algorithm", "rloo", code=9).err
     finally:
         weights.write_bytes(whole)
 
 
 def test_a_run_that_trains_nothing_is_refused(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     with altered(runs, "runs", "kind", "name = 'plain'", "fork"):
-        assert "trains nothing" in Asked(capsys, "plain", "--algorithm", "rloo", code=6).err
+        assert "does not train" in Asked(capsys, "plain", "--algorithm", "rloo", code=6).err
 
 
 # --- which configs look -------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path:
     for file, kind, said in (
         (notes, ServiceError, "file is not a database"),
         (empty, NotFoundError, "There is no store"),
-        (foreign, ServiceError, "is of something else"),
+        (foreign, ServiceError, "is not an agentrl database"),
         (newer, ServiceError, "A newer agentrl wrote this database"),
     ):
         with pytest.raises(kind, match=said):

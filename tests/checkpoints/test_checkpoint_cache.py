@@ -136,7 +136,7 @@ def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: 
     ("name", "content", "said"),
     [
         (WEIGHTS, b"\x76" + b"weights" * 99 + b"eights", f"{WEIGHTS} was altered"),
-        (WEIGHTS, b"weights" * 99, f"{WEIGHTS} has 693 bytes where 700 were written"),
+        (WEIGHTS, b"weights" * 99, f"{WEIGHTS} has 693 bytes instead of 700"),
         (MANIFEST, b"{", r"manifest\.json cannot be read"),
         (MANIFEST, b'{"files": {}}', "its weights differ from the record"),
     ],
@@ -229,7 +229,7 @@ def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, hom
     path, sha256 = written(f"file://{tmp_path}/mount/run")
     (tmp_path / "mount").rename(tmp_path / "away")
     for ask in (checkpoint_cache.local_part, checkpoint_cache.fault_of):
-        with pytest.raises(ConfigError, match="does not see"):
+        with pytest.raises(ConfigError, match="cannot access"):
             ask(path, sha256)
 
 

@@ -41,7 +41,7 @@ def test_a_later_write_replaces_an_unpublished_folder(folder: Path) -> None:
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"weights" * 99)
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS} has 693 bytes where 700 were written"):
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} has 693 bytes instead of 700"):
         verify(folder)
 
 

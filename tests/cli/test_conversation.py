@@ -212,7 +212,7 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
         ("/save this.jsonl", "Nothing to save"),
         ("hello", "You said"),
         ("/save /nowhere/this.jsonl", "No such file"),
-        ("/reset", "forgotten"),
+        ("/reset", "conversation was deleted"),
     ):
         screen.type(f"{typed}\n")
         at = screen.wait(shown, at)

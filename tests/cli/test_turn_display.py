@@ -69,7 +69,7 @@ def test_a_history_that_is_not_ours_is_said_to_be_and_left_alone(
     history.add("hello")
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "is not remembered" in said
+    assert "is not saved" in said
     if found == "link":
         assert (tmp_path / "other").read_text() == "mine\n"
     elif found not in ("folder", "pipe"):

@@ -120,9 +120,9 @@ def test_filter_refuses_conditions_that_do_not_work(tmp_path: Path) -> None:
     assert "Did you mean 'level'?" in said
     assert "has a column 'easy'" in refusal(file, filter="level = easy")
     assert "syntax error" in refusal(file, filter="level ==== 2")
-    assert "does not work" in refusal(file, filter="1) FROM (SELECT 1); DROP TABLE x; SELECT (1")
-    assert "does not work" in refusal(file, filter="load_extension('x')")
-    assert "does not work" in refusal(file, filter="length(zeroblob(1000000000)) > 1")
+    assert "Invalid --filter" in refusal(file, filter="1) FROM (SELECT 1); DROP TABLE x; SELECT (1")
+    assert "Invalid --filter" in refusal(file, filter="load_extension('x')")
+    assert "Invalid --filter" in refusal(file, filter="length(zeroblob(1000000000)) > 1")
     endless = "(WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t) > 0"
     assert "it takes too much work" in refusal(file, filter=endless)
     assert "No row passes --filter" in refusal(file, filter="length > 100")

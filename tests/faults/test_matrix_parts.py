@@ -328,7 +328,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(tmp_path: Path, base: Pat
     with pytest.raises(ModelError, match="holds no"):
         base_hash(folder)
     (folder / "model.safetensors").write_bytes(harm)
-    with pytest.raises(ModelError, match="make no model"):
+    with pytest.raises(ModelError, match="are not a valid model"):
         Policy.load(config.model, str(folder), device="cpu")
     assert not (tmp_path / "fired").exists()
 

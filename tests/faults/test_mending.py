@@ -351,7 +351,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     do_jobs()
     run = run_rows.describe_run(worker, RUN)
     assert run["status"] == "failed"
-    assert "Version 3 of 'damaged' is broken and cannot be made again" in run["reason"]
+    assert "Version 3 of 'damaged' is broken and cannot be rebuilt" in run["reason"]
     assert f"The checkpoint '{first}' is damaged: model.safetensors was altered" in run["reason"]
     assert "the last intact version is 1." in run["reason"]
     assert "agentrl submit --from-episodes damaged --policy damaged@1." in run["reason"]
@@ -385,7 +385,7 @@ def test_weights_that_another_run_made_are_not_made_again(worker: Database, mode
         tx.execute(text("DELETE FROM policies WHERE version = 1"))
     planning.resume(worker, RUN)
     do_jobs()
-    assert "cannot be made again (it was copied from another run); no earlier version is intact." in value(
+    assert "cannot be rebuilt (it was copied from another run); no earlier version is intact." in value(
         worker, "SELECT reason FROM runs"
     )
 

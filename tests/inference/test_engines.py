@@ -33,8 +33,8 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
     for name, config, said in [
         ("openai", exact, "numerics: exact"),
         ("openai", full, "kind 'full'"),
-        ("llamacpp", small, "eval and chat"),
-        ("llamacpp", build({}), "eval and chat"),
+        ("llamacpp", small, "only from unchanged base models"),
+        ("llamacpp", build({}), "only from unchanged base models"),
         ("openai", build({"model.load_in_4bit": True}), "quantise"),
         ("openai", build({"model.sampler_dtype": "bfloat16"}), "sampler_dtype"),
     ]:
@@ -50,7 +50,9 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
         engines.check(find("engines", name), build({"rollout.temperature": 0.5, "model.lora_r": 4}), trains=True)
 
 
-@pytest.mark.parametrize(("name", "rank", "said"), [("llamacpp", 4, "eval and chat"), ("openai", 0, "kind 'full'")])
+@pytest.mark.parametrize(
+    ("name", "rank", "said"), [("llamacpp", 4, "only from unchanged base models"), ("openai", 0, "kind 'full'")]
+)
 def test_an_evaluation_of_trained_weights_that_an_engine_cannot_sample_from_is_refused_at_submission(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, said: str
 ) -> None:
@@ -123,5 +125,5 @@ def test_one_talks_to_a_trained_policy_over_a_server(
         assert list(talk.answer("What is 2 plus 2?"))
         talk.close()
         assert {each.model for each in routes.sampled} == {ref.sha256}
-    with pytest.raises(ConfigError, match="eval and chat"):
+    with pytest.raises(ConfigError, match="only from unchanged base models"):
         open_policy(config, ref, engine="llamacpp")

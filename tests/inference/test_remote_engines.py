@@ -243,7 +243,7 @@ def test_a_process_whose_sampler_is_a_server_never_reads_the_weights(
     assert engine.submit(ask()).result(60).token_ids
     late = Policy.load(ModelConfig(lora_r=4), str(tiny_random(tmp_path / "other")), "cpu", 1, weights=False)
     (tmp_path / "other" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="make no model"):
+    with pytest.raises(ModelError, match="are not a valid model"):
         late.trainable()
 
 

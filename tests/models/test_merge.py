@@ -126,7 +126,7 @@ def test_what_cannot_be_merged_is_refused_in_a_sentence_and_nothing_is_written(
     ]
     for words, code, said in refused:
         assert said in agentrl(capsys, "merge", *words, "--out", plain, code=code)[1], words
-    assert "cannot be made" in agentrl(capsys, "merge", "first@1", "--out", "/proc/nope/plain", code=2)[1]
+    assert "Cannot create the folder" in agentrl(capsys, "merge", "first@1", "--out", "/proc/nope/plain", code=2)[1]
     whole = sealed_folder.weights_of(made).read_bytes()
     sealed_folder.weights_of(made).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert "it was altered" in agentrl(capsys, "merge", "first@1", "--out", plain, code=9)[1]

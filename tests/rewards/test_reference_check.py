@@ -87,9 +87,11 @@ def test_submit_says_that_a_tiny_model_knows_one_env(tmp_path: Path, home: Path)
     folder = tiny_random(tmp_path / "model")
     (folder / "training.json").write_text('{"stage": "sft", "base": "tiny", "env": "arithmetic"}')
     asked = {"dataset.name": "qa", "model.path": str(folder)}
-    (remark,) = [each for each in prepare(None, build(asked)).remarks if "has seen" in each]
+    (remark,) = [each for each in prepare(None, build(asked)).remarks if "was trained only for" in each]
     assert "the env 'arithmetic' alone: in 'qa' it writes noise" in remark
-    assert not [each for each in prepare(None, build(asked | {"dataset.name": "arithmetic"})).remarks if "has seen" in each]
+    assert not [
+        each for each in prepare(None, build(asked | {"dataset.name": "arithmetic"})).remarks if "was trained only for" in each
+    ]
 
 
 def test_check_sample_tries_the_same_tasks_once_until_a_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

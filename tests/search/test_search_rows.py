@@ -169,7 +169,7 @@ def test_named_held_out_tasks_are_taken_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("values", "tasks", "said"),
     [
-        ({}, 10, "10 tasks are too few: 4 choose, 6 are held out, and the others teach"),
+        ({}, 10, "10 tasks are too few: 4 for selection, 6 held out, and the rest for edits"),
         ({"algorithm.name": "fast", "eval.every": 1}, 10, "fast chooses nothing, and measures nothing"),
     ],
 )

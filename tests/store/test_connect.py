@@ -125,7 +125,7 @@ def test_a_file_that_is_no_database_and_a_folder_that_cannot_be_made_are_one_sen
     for file in ("text.db", ""):
         with pytest.raises(ServiceError, match=r"cannot be used: (file is not a database|unable to open)"):
             open_database(f"sqlite:///{tmp_path / file}")
-    with pytest.raises(ServiceError, match="cannot be made"):
+    with pytest.raises(ServiceError, match="Cannot create"):
         Database(f"sqlite:///{tmp_path / 'text.db' / 'below.db'}")
 
 

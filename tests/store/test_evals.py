@@ -715,7 +715,7 @@ def test_a_submission_names_the_held_out_tasks_and_an_evaluation_trains_by_no_op
 
 def test_tasks_that_are_measured_and_trained_on_are_told(home: Path, model: Path) -> None:
     (remark,) = prepare(None, asked(model, eval__every=1, eval__split="train", eval__tasks=6)).remarks
-    assert remark.startswith("4 of the 6 held-out tasks are trained on too")
+    assert remark.startswith("4 of the 6 held-out tasks are training tasks too")
 
 
 def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_written(home: Path, model: Path) -> None:

@@ -150,7 +150,7 @@ def _collected(db: Database) -> None:
         (_cancelled, StateError, "cancelled for good"),
         (_long, ConfigError, "the maximum is"),
         (_collected, CheckpointError, "Policy version 1, .* was collected on"),
-        (lambda db: planning.submit(db, submission(kind="eval")), StateError, "trains nothing"),
+        (lambda db: planning.submit(db, submission(kind="eval")), StateError, "does not train"),
     ],
 )
 def test_a_run_that_cannot_be_longer_is_left_as_it_is(

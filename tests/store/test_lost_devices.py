@@ -94,5 +94,5 @@ def test_a_worker_on_the_cpu_says_so_if_the_runs_device_failed(database: Databas
     assert values(database, "SELECT count(*) FROM events WHERE kind = 'on_cpu'") == [0]
     lose(database, first, 7, 1)
     said = record_cpu_after_loss(database, 1, "host:8")
-    assert "on the CPU" in said
+    assert "uses the CPU" in said
     assert values(database, "SELECT detail FROM events WHERE kind = 'on_cpu' AND subject = 'host:8'") == [said]

@@ -159,7 +159,7 @@ def test_what_the_weights_have_already_cannot_be_chosen_again(
         (("--load-in-4bit",), 2, "model.load_in_4bit=False"),
         (("--lora", "other"), 2, "model.lora"),
         (("--model", "first@9"), 5, "no policy version 9"),
-        (("--model", "first@epoch2"), 5, "is not over"),
+        (("--model", "first@epoch2"), 5, "has not ended"),
         (("--model", "nobody@1"), 5, "There is no run 'nobody'"),
         (("--model", "a" * 5000), 5, "No run or model is called"),
         (("--model", str(base), "--lora", "new"), 2, "--lora new requires a run's policy"),

@@ -112,8 +112,8 @@ def test_episodes_of_several_runs_of_one_model_are_chosen_from_together(
     assert "2 of 16 episodes taken" in agentrl(capsys, *both, "--best", "1")[1]  # the runs' tasks are the same two
     played(own_database, tiny_random(tmp_path / "other", seed=1), "third")
     third = ["--from-episodes", "first", "--from-episodes", "third", "--name", "x"]
-    assert "several base models" in agentrl(capsys, "sft", *third, code=2)[1]
-    assert "several base models" in agentrl(capsys, "dpo", *third, code=2)[1]
+    assert "different base models" in agentrl(capsys, "sft", *third, code=2)[1]
+    assert "different base models" in agentrl(capsys, "dpo", *third, code=2)[1]
 
 
 def test_what_cannot_be_learned_from_is_one_sentence_a_next_step_and_a_code(
@@ -134,7 +134,7 @@ def test_what_cannot_be_learned_from_is_one_sentence_a_next_step_and_a_code(
         (["sft", "--best", "1"], 2, "--from-episodes"),
         (["sft", "--policy", "first"], 2, "--from-episodes"),
         (["dpo"], 2, "--from-episodes"),
-        (["dpo", "--from-episodes", "even"], 6, "None of the 1 groups"),
+        (["dpo", "--from-episodes", "even"], 6, "equal within all 1 groups"),
         (["dpo", "--from-episodes", "first", "--beta", "0"], 2, "--beta"),
         (["dpo", "--from-episodes", "first", "--reference", "base"], 2, "start or sampler"),
         (["dpo", "--from-episodes", "first", "--name", "../x"], 2, "--name"),
@@ -219,7 +219,7 @@ def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
         (["--epochs", "1", "--steps", "1"], 2, "exclude each other"),
         (["--name", "a", "--output-dir", "b"], 2, "both set the model's folder"),
         (["--output-dir", str(mine), "--force"], 3, "not made by agentrl"),
-        (["--output-dir", "/proc/nope/model"], 2, "cannot be made"),
+        (["--output-dir", "/proc/nope/model"], 2, "Cannot create the folder"),
         (["--held-out", "1"], 2, "below 1"),
         (["--held-out", "nan"], 2, "below 1"),
         (["--lora-r", "4"], 2, "a new model trains all weights"),
@@ -234,7 +234,7 @@ def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
 
 def test_without_a_database_there_is_nothing_to_learn_from(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sft", "dpo"):
-        assert "no run yet" in agentrl(capsys, command, "--from-episodes", "first", code=5)[1]
+        assert "no run exists" in agentrl(capsys, command, "--from-episodes", "first", code=5)[1]
     assert not home.exists()
 
 

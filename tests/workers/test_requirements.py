@@ -313,7 +313,7 @@ def test_on_a_named_broker_without_workers_nobody_is_waited_for(
     assert sorted(calls) == ["fit", "served"]
     assert [line.partition(".")[0] for line in told] == [
         *(f"No worker serves the queue {queue!r}" for queue in question.roles),
-        "No control loop runs",
+        "No control loop is running",
     ]
 
 

@@ -181,7 +181,7 @@ def test_a_plug_in_that_is_not_there_is_still_said(tmp_path: Path, monkeypatch: 
 
 def test_a_dead_result_store_is_said_as_a_service_that_is_away() -> None:
     for error in (RuntimeError("\nRetry limit exceeded while trying to reconnect\n"), redis.ConnectionError("gone")):
-        with pytest.raises(ServiceError, match="broker does not take messages"), dispatch._broker_errors("chord"):
+        with pytest.raises(ServiceError, match="broker does not accept messages"), dispatch._broker_errors("chord"):
             raise error
     with pytest.raises(RuntimeError, match="a mistake"), dispatch._broker_errors("chord"):
         raise RuntimeError("a mistake")

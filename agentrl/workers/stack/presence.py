@@ -44,7 +44,7 @@ def missing_worker_hints(queues: Iterable[str]) -> list[str]:
 def missing_control_hints(db: Database) -> list[str]:
     """A hint if no control loop runs; else empty."""
     there = leases.service_holder(db, "control") is not None
-    return [] if there else [f"No control loop runs. Start one: {start_command('control')}"]
+    return [] if there else [f"No control loop is running. Start one: {start_command('control')}"]
 
 
 def find_endpoint_url(db: Database) -> str | None:
