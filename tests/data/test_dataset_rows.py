@@ -1,6 +1,7 @@
 """Rows of files and folders: every format, other people's columns, filters, mixtures, and what is refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from agentrl.workflow.config import DatasetConfig
-from agentrl.workflow.dataset_rows.sources import hash_source, kind_of_source
+from agentrl.workflow.dataset_rows.sources import hash_source, kind_of_source, read_source
 from agentrl.workflow.datasets import LoadedTasks, absolute_name, load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError
 
@@ -98,6 +99,14 @@ def test_map_reads_other_columns_and_names_the_nearest_one(tmp_path: Path) -> No
     assert "--map question=COLUMN" in refusal(write(tmp_path / "none.jsonl", [{"problem": "1", "answer": "2"}]))
     near = refusal(write(tmp_path / "near.jsonl", [{"questoin": "1", "answer": "2"}]))
     assert "found none among 'questoin', 'answer' (--map question=questoin?)" in near
+    theirs = refusal(write(tmp_path / "names.jsonl", [{"problem": "1", "solution": "2"}]))
+    assert "(--map question=problem?)" in theirs, "what others call a question, not what is spelt like it"
+    some = [{"q": {"text": "a"}, "answer": "1"}, {"q": {"txet": "b"}, "answer": "1"}, {"answer": "1"}]
+    for number, rows in enumerate((some, some[1::-1])):
+        file = write(tmp_path / f"some{number}.jsonl", rows)
+        said = refusal(file, map="question=q.text")
+        assert f"line {2 - number}: no column 'q.text'; 'q': Did you mean 'txet'?" in said
+        assert len(load(file, map="question=q.text", skip_bad_rows=True).tasks) == 1
     with pytest.raises(ValueError, match="FIELD=COLUMN"):
         DatasetConfig(map="question")  # type: ignore[arg-type]
 
@@ -120,12 +129,46 @@ def test_filter_refuses_conditions_that_do_not_work(tmp_path: Path) -> None:
     assert "Did you mean 'level'?" in said
     assert "has a column 'easy'" in refusal(file, filter="level = easy")
     assert "syntax error" in refusal(file, filter="level ==== 2")
-    assert "Invalid --filter" in refusal(file, filter="1) FROM (SELECT 1); DROP TABLE x; SELECT (1")
-    assert "Invalid --filter" in refusal(file, filter="load_extension('x')")
-    assert "Invalid --filter" in refusal(file, filter="length(zeroblob(1000000000)) > 1")
+    assert "does not work" in refusal(file, filter="1) FROM (SELECT 1); DROP TABLE x; SELECT (1")
+    assert "does not work" in refusal(file, filter="load_extension('x')")
+    assert "does not work" in refusal(file, filter="length(zeroblob(1000000000)) > 1")
+    said = refusal(file, filter="question->>'a' = 1")
+    assert "does not work (line 1): malformed JSON" in said
+    assert "does not work (line 1): string or blob too big" in refusal(
+        file, filter="replace(hex(zeroblob(5000000)), '0', 'ab') = ''"
+    )
     endless = "(WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t) > 0"
     assert "it takes too much work" in refusal(file, filter=endless)
     assert "No row passes --filter" in refusal(file, filter="length > 100")
+
+
+def test_filter_decides_on_each_row_alone(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{**ROWS[number % 3], "number": number} for number in range(100)])
+    for condition in ("number % 3 = 1", "sum(number) % 3 = 1", "max(number) OVER () % 3 = 1", '0 OR "number" % 3 = 1 -- all'):
+        kept = load(file, filter=condition).tasks
+        assert [task.metadata["number"] for task in kept] == list(range(1, 100, 3)), condition
+    mixed = [{"question": str(n), "answer": "1", f"only{n}": n, "level": "easy" if n % 2 else None} for n in range(100)]
+    kept = load(write(tmp_path / "mixed.jsonl", mixed), filter="level = 'easy' or only50 = 50").tasks
+    assert [int(task.messages[0].content) for task in kept] == sorted([*range(1, 100, 2), 50])
+
+
+def test_filter_names_rows_that_sql_cannot_hold(tmp_path: Path) -> None:
+    rows = [*ROWS, {**ROWS[0], "level": "\ud800"}, {**ROWS[0], "level": 2**70}, {**ROWS[0], "level": {"a": "\ud800"}}, ROWS[2]]
+    file = write(tmp_path / "rows.jsonl", rows)
+    said = refusal(file, filter="level = 'easy'")
+    assert "line 4: half a surrogate pair in a column that --filter reads" in said
+    assert "line 5: a number in a column that --filter reads is too large for SQL" in said
+    assert "line 6: half a surrogate pair" in said
+    assert [task.key for task in load(file, filter="level = 'easy'", skip_bad_rows=True).tasks] == ["rows/1", "rows/3"]
+
+
+def test_filter_takes_linear_time_for_long_texts(tmp_path: Path) -> None:
+    """SQLite's own `instr` and `replace` would run for hours here, in one instruction, which nothing interrupts."""
+    file = write(tmp_path / "rows.jsonl", [{**ROWS[0], "text": "a" * 4_000_000}])
+    condition = "instr(text, substr(text, 1, 2000000) || 'b') = 0 AND replace(text, substr(text, 1, 2000000) || 'b', '') = text"
+    assert len(load(file, filter=condition).tasks) == 1
+    assert len(load(file, filter="instr(question, '2') = 9 AND replace(question, 'is', '') LIKE 'What  %'").tasks) == 1
+    assert len(load(file, filter="instr(NULL, 'a') IS NULL AND replace('a', '', 'b') = 'a'").tasks) == 1
 
 
 def test_folders_hold_a_split_in_names_of_files_and_folders(tmp_path: Path) -> None:
@@ -172,8 +215,8 @@ def test_malformed_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
     assert "line 6: has 1 fields" in said
     folder = tmp_path / "folder"
     write(folder / "train-0.jsonl")
-    write(folder / "train-1.jsonl", [{**ROWS[0], "answer": ["a"]}])
-    assert "train-1.jsonl, line 1: 'answer' must be text, not a list" in refusal(folder)
+    write(folder / "train-1.jsonl", [{**ROWS[0], "answer": {}}])
+    assert "train-1.jsonl, line 1: 'answer' must be text, not an object" in refusal(folder)
     large = write(tmp_path / "large.parquet", [ROWS[0], {**ROWS[1], "level": "a" * 10_000_000}, ROWS[2]])
     assert "row 2: the row has more than 8 MB" in refusal(large)
     assert [task.reference for task in load(large, skip_bad_rows=True).tasks] == ["5", "8"]
@@ -191,7 +234,13 @@ def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
     assert "iconv -f UTF-16" in refusal(file("wide.csv", "question,answer\na,1\n".encode("utf-16")))
     assert "not CSV" in refusal(file("open.csv", b'question,answer\n"a,1\n'))
     assert "two columns called 'answer'" in refusal(file("twice.csv", b"answer,answer\n1,2\n"))
-    assert "a column without a name" in refusal(file("empty.csv", b""))
+    assert "names no columns" in refusal(file("empty.csv", b""))
+    assert "a column without a name" in refusal(file("nameless.csv", b"question,,answer\n"))
+    assert "has one column, 'question;answer': ';' stands where ',' is read" in refusal(
+        file("semi.csv", b"question;answer\na;1\n")
+    )
+    assert "Convert it: tr '\\r' '\\n' < mac.csv" in refusal(file("mac.csv", b"question,answer\ra,1\r"))
+    assert "convert it with iconv -f UTF-16" in refusal(file("wide.jsonl", '{"question": "a"}\n'.encode("utf-16")))
     assert "more than 8 MB" in refusal(file("long.csv", b"question,answer\n" + b"a" * 9_000_000 + b",1\n"))
     assert "has 2000 columns" in refusal(file("wide.csv", ",".join(map(str, range(2000))).encode()))
     assert "is not parquet that can be read" in refusal(file("text.parquet", b"question,answer\n"))
@@ -207,6 +256,75 @@ def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
         deep = pyarrow.array([None], pyarrow.list_(deep.type))
     parquet.write_table(pyarrow.table({"question": ["a"], "answer": ["1"], "deep": deep}), tmp_path / "deep.parquet")
     assert "'deep' nests more than 32 levels" in refusal(tmp_path / "deep.parquet")
+
+
+def test_files_without_an_end_are_refused_or_cut(tmp_path: Path) -> None:
+    pipe, growing = tmp_path / "pipe.jsonl", write(tmp_path / "growing.jsonl")
+    os.mkfifo(pipe)
+    assert "it is a pipe or a device" in refusal(pipe)
+    with pytest.raises(DatasetError, match="a pipe or a device"):
+        hash_source(str(pipe), "train")
+    rows = read_source(DatasetConfig(name=str(growing)))
+    read = []
+    for row in rows:
+        read.append(row.number)
+        with growing.open("a") as file:
+            file.write(json.dumps(ROWS[0]) + "\n")
+    assert read == [1, 2, 3], "a row that is appended while the file is read is not of this dataset"
+
+
+def test_rows_of_json_are_bounded_and_unambiguous(tmp_path: Path) -> None:
+    rows = [
+        '{"question": "a", "answer": "1", "question": "b"}',
+        '{"question": "a", "answer": "1", "extra": {"x": 1, "x": 2}}',
+        json.dumps({"question": "a", "answer": "1", **dict.fromkeys(map(str, range(1000)), 0)}),
+        '{"question": "a", "answer": "1", "extra": ' + "[" * 300 + "]" * 300 + "}",
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    said = refusal(tmp_path / "rows.jsonl")
+    assert "line 1: the key 'question' stands twice in one object" in said
+    assert "line 2: the key 'x' stands twice" in said
+    assert "line 3: has 1002 columns; at most 1000 are read" in said
+    assert "line 4: nested more than 200 levels" in said
+
+
+def test_parquet_values_that_python_lacks_are_named_by_row(tmp_path: Path) -> None:
+    text = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"\xff\xfea")]
+    )
+    days = pyarrow.array([0, 2**58], pyarrow.timestamp("ms"))
+    columns = {"question": ["a", "b"], "answer": ["1", "2"]}
+    parquet.write_table(pyarrow.table({**columns, "note": text}), tmp_path / "text.parquet")
+    parquet.write_table(pyarrow.table({**columns, "day": days}), tmp_path / "days.parquet")
+    parquet.write_table(pyarrow.table({**columns, "score": [1.0, float("inf")]}), tmp_path / "scores.parquet")
+    assert "row 1: 'note' is not UTF-8" in refusal(tmp_path / "text.parquet")
+    assert "row 2: 'day' has a value that cannot be read as timestamp[ms]" in refusal(tmp_path / "days.parquet")
+    assert "row 2: an infinite number in 'score'" in refusal(tmp_path / "scores.parquet")
+    assert [task.reference for task in load(tmp_path / "text.parquet", skip_bad_rows=True).tasks] == ["2"]
+    whole = (tmp_path / "days.parquet").read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(whole[:20] + bytes(40) + whole[60:])
+    assert "is not parquet that can be read" in refusal(tmp_path / "torn.parquet")
+
+
+def test_csv_lines_within_quotes_end_with_lf_in_every_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"two\r\nlines",1\r\n"say ""a""",2\r\n')
+    assert [task.messages[0].content for task in load(tmp_path / "rows.csv").tasks] == ["two\nlines", 'say "a"']
+
+
+def test_answers_that_are_a_list_are_a_reference_and_aliases(tmp_path: Path) -> None:
+    first, second = load(
+        write(
+            tmp_path / "rows.jsonl",
+            [{"question": "a", "answer": ["Paris", "paris, France", 7]}, {"question": "b", "answer": ["x"]}],
+        )
+    ).tasks
+    assert (first.reference, dict(first.metadata)) == ("Paris", {"aliases": ["paris, France", "7"]})
+    assert (second.reference, dict(second.metadata)) == ("x", {})
+    rows = [{"question": "a", "answer": answer, "aliases": []} for answer in ([], ["a", "b"], [["a"]], ["a", None])]
+    said = refusal(write(tmp_path / "bad.jsonl", rows))
+    assert "line 1: 'answer' is an empty list" in said
+    assert "line 2: 'answer' is a list, and 'aliases' is there too" in said
+    assert "line 3: 'answer' must be text, not a list" in said
 
 
 def test_values_that_json_lacks_become_text_or_null(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ JSON text (`extra_info->>'level' = 'easy'`). A column that a row lacks is NULL; 
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
+from agentrl.workflow.dataset_rows.formats import SourceRow
 from agentrl.workflow.errors import DatasetError, did_you_mean
 from agentrl.workflow.sql.readonly import allow_reads
 
@@ -16,53 +18,58 @@ MAX_CONDITION = 4096
 """Characters."""
 MAX_INSTRUCTIONS = 1_000_000
 """SQLite's instructions for one row."""
+MAX_VALUE_BYTES = 16_000_000
+"""The longest value, twice a row: one function of SQLite is one instruction, however long its argument is."""
 STEP = 100_000
+BATCH_ROWS = 16
+"""Rows that one query decides on: a query takes longer to start than a condition to evaluate."""
+MAX_QUERIES = 1000
+"""Queries that are kept, one for each set of columns: the rows of JSON lines may all differ in theirs."""
 LACKS_COLUMN = "no such column: "
 EXAMPLE = "Write a condition in SQL over the columns, with texts in single quotes: --filter \"level = 'easy'\""
 
 
 class RowFilter:
-    """A condition; `keeps` decides on a row, `check_columns` at the end reports a column that no row had."""
+    """A condition; `select` decides on rows, `check_columns` at the end reports a column that no row had."""
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
             raise DatasetError(f"--filter must be text of at most {MAX_CONDITION} characters.", EXAMPLE)
         self._condition, self._source = condition, source
-        self._queries: dict[tuple[str, ...], tuple[str, list[str]]] = {}
+        self._bound: dict[tuple[str, ...], list[str]] = {}
         self._missing: set[str] = set()
         self._seen: set[str] = set()
         self._left = 0
         self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 64_000_000)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)
-        self._connection.create_function("len", 1, lambda value: None if value is None else len(str(value)), deterministic=True)
+        self._connection.create_function("len", 1, _length, deterministic=True)
+        self._connection.create_function("instr", 2, _find, deterministic=True)
+        self._connection.create_function("replace", 3, _replace, deterministic=True)
         self._connection.set_authorizer(allow_reads)
         self._connection.set_progress_handler(self._is_over, STEP)
 
-    def keeps(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the row fulfils the condition; NULL does not.
+    def select(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        """Yield the rows that fulfil the condition, and those that cannot be read; NULL does not fulfil it.
 
         Raises:
-            DatasetError: the condition is not SQL, or takes too much work.
+            DatasetError: the condition is not SQL, or takes too much work; the message names the row.
         """
-        columns = tuple(values)
-        while True:
-            query, bound = self._queries.get(columns) or self._prepare(columns)
-            self._left = MAX_INSTRUCTIONS // STEP
-            try:
-                (kept,) = self._connection.execute(query, [_as_sql(values.get(name)) for name in bound]).fetchone()
-                return bool(kept)
-            except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
-                message = str(error)
-                if not message.startswith(LACKS_COLUMN):
-                    reason = "it takes too much work" if "interrupted" in message else message
-                    raise DatasetError(f"Invalid --filter {self._condition!r:.200}: {reason}.", EXAMPLE) from error
-                name = message.removeprefix(LACKS_COLUMN)
-                if name in self._missing:
-                    raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE) from error
-                self._missing.add(name)
-                self._queries.clear()
+        batch: list[SourceRow] = []
+        columns: tuple[str, ...] = ()
+        for row in rows:
+            if row.values is None:
+                yield from self._decide(columns, batch)
+                batch = []
+                yield row
+                continue
+            names = tuple(row.values)
+            if names != columns or len(batch) == BATCH_ROWS:
+                yield from self._decide(columns, batch)
+                batch, columns = [], names
+            batch.append(row)
+        yield from self._decide(columns, batch)
 
     def check_columns(self) -> None:
         """Raises DatasetError where the condition names a column that no row had."""
@@ -74,20 +81,96 @@ class RowFilter:
         """Close the connection."""
         self._connection.close()
 
-    def _prepare(self, columns: tuple[str, ...]) -> tuple[str, list[str]]:
-        """The query for rows of these columns, and the columns that the condition may name: no other is bound."""
+    def _decide(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[SourceRow]:
+        """Yield those of the rows, which have the same columns, that fulfil the condition."""
+        if not batch:
+            return
+        try:
+            results = self._evaluate(columns, batch)
+        except UnicodeEncodeError:
+            results, problem = [], "half a surrogate pair in a column that --filter reads"
+        except OverflowError:
+            results, problem = [], "a number in a column that --filter reads is too large for SQL"
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            if str(error).startswith(LACKS_COLUMN):
+                self._add_missing(str(error).removeprefix(LACKS_COLUMN))
+                yield from self._decide(columns, batch)
+                return
+            if len(batch) == 1:
+                reason = "it takes too much work" if "interrupted" in str(error) else str(error)
+                message = f"--filter {self._condition!r:.200} does not work ({batch[0].place}): {reason}."
+                raise DatasetError(message, EXAMPLE) from error
+            results, problem = [], ""
+        if results:
+            yield from (row for row, (kept,) in zip(batch, results, strict=True) if kept)
+        elif len(batch) == 1:
+            yield batch[0]._replace(values=None, problem=problem)
+        else:  # one of them is at fault
+            for row in batch:
+                yield from self._decide(columns, [row])
+
+    def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> list[tuple[Any]]:
+        bound = self._bound.get(columns)
+        if bound is None:
+            bound = self._bind(columns)
+        self._left = len(batch) * MAX_INSTRUCTIONS // STEP
+        values = [_as_sql((row.values or {}).get(name)) for row in batch for name in bound]
+        return self._connection.execute(_query(self._condition, tuple(bound), len(batch)), values).fetchall()
+
+    def _add_missing(self, name: str) -> None:
+        """Bind a column that the rows lack to NULL from now on."""
+        if name in self._missing:
+            raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE)
+        self._missing.add(name)
+        self._bound.clear()
+
+    def _bind(self, columns: tuple[str, ...]) -> list[str]:
+        """Return the columns that the condition may name, for rows of these columns: no other is bound."""
         self._seen.update(columns)
-        asked = self._condition.lower()
-        bound = [name for name in columns if name.lower() in asked]
-        known = {name.lower() for name in bound}
-        bound += [name for name in sorted(self._missing) if name.lower() not in known]
-        given = ", ".join(f"? AS {_quoted(name)}" for name in bound) or "1"
-        self._queries[columns] = (f"SELECT ({self._condition}\n) FROM (SELECT {given})", bound)
-        return self._queries[columns]
+        condition = self._condition.lower()
+        bound = [name for name in columns if name.lower() in condition]
+        present = {name.lower() for name in bound}
+        bound += [name for name in sorted(self._missing) if name.lower() not in present]
+        if len(self._bound) == MAX_QUERIES:
+            self._bound.clear()
+        self._bound[columns] = bound
+        return bound
 
     def _is_over(self) -> bool:
         self._left -= 1
         return self._left < 0
+
+
+@lru_cache(MAX_QUERIES)
+def _query(condition: str, columns: tuple[str, ...], rows: int) -> str:
+    """Return the query that evaluates the condition on each of the rows alone, so that no function of SQL sees two rows."""
+    names = [f'"value {number}"' for number in range(len(columns))] or ['"no value"']
+    given = ", ".join(f"{name} AS {_quoted(column)}" for name, column in zip(names, columns, strict=False)) or "1"
+    table = ", ".join([f"({', '.join('?' * len(columns)) or '1'})"] * rows)
+    return (
+        f"WITH given({', '.join(names)}) AS (VALUES {table}) SELECT (SELECT ({condition}\n) FROM (SELECT {given})) FROM given"
+    )
+
+
+def _length(value: Any) -> int | None:
+    return None if value is None else len(str(value))
+
+
+def _find(text: Any, part: Any) -> int | None:
+    """SQLite's `instr` in linear time: its own would take hours for two texts of a row's size."""
+    return None if text is None or part is None else str(text).find(str(part)) + 1
+
+
+def _replace(*arguments: Any) -> str | None:
+    """SQLite's `replace` in linear time."""
+    if None in arguments:
+        return None
+    text, old, new = map(str, arguments)
+    if not old:
+        return text
+    if len(text) + text.count(old) * len(new) > MAX_VALUE_BYTES:
+        raise OverflowError("the text is too long")  # SQLite's own sentence
+    return text.replace(old, new)
 
 
 def _quoted(name: str) -> str:

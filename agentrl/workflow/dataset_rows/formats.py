@@ -6,18 +6,19 @@ bytes, such as images, are left out; a NaN is null, a date is ISO text.
 
 import codecs
 import csv
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from agentrl.workflow.dataset_rows.json_objects import read_object
+from agentrl.workflow.dataset_rows.json_objects import MAX_COLUMNS, read_object
 from agentrl.workflow.errors import DatasetError
 
 MAX_ROW_BYTES = 8_000_000
-MAX_COLUMNS = 1000
 MAX_DEPTH = 32
 """Levels of lists and structures in a column."""
 BATCH_ROWS = 256
@@ -67,10 +68,23 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
         raise DatasetError(f"Unknown format of the dataset {str(path)!r}.", hint)
     unit = "row" if suffix in (".parquet", ".arrow") else "line"
     try:
+        check_regular(path)
         yield from READERS[suffix](path, label, where + unit)
     except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())[:300]
+        if error.strerror is None:  # pyarrow's, of a file that is damaged
+            raise _arrow_error(path, error) from error
+        reason = error.strerror
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: {reason}.", "Check the path.") from error
+
+
+def check_regular(path: Path) -> None:
+    """Check that a path is no pipe or device: one may have no end, and to open a pipe waits for its writer.
+
+    Raises:
+        DatasetError: it is one.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DatasetError(f"Cannot read the dataset {str(path)!r}: it is a pipe or a device.", "Write its rows into a file.")
 
 
 def parse_json_lines(lines: Iterable[bytes], label: str = "", where: str = "line") -> Iterator[SourceRow]:
@@ -92,8 +106,9 @@ def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines; of one that is too large, the first bytes that show it."""
-    while line := file.readline(MAX_ROW_BYTES + 1):
+    """Yield the lines that the file has now; of one that is too large, the first bytes that show it."""
+    end = os.fstat(file.fileno()).st_size  # a writer may append as fast as this reads
+    while file.tell() < end and (line := file.readline(MAX_ROW_BYTES + 1)):
         yield line
         while len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
             line = b"x" * (MAX_ROW_BYTES + 1) if len(rest := file.readline(SKIPPED_BYTES)) == SKIPPED_BYTES else rest
@@ -108,13 +123,18 @@ def _read_csv(path: Path, label: str, where: str, delimiter: str = ",") -> Itera
         try:
             names = next(reader, [])
             _check_columns(path, names)
+            _check_delimiter(path, names, delimiter)
             line = reader.line_num + 1
             for fields in reader:
                 if fields:
                     yield SourceRow(label, line, where, *_csv_values(names, fields))
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise DatasetError(f"{str(path)!r}, line {reader.line_num}: not CSV ({error}).", "Close its quotes.") from error
+            message, hint = f"{str(path)!r}, line {reader.line_num}: not CSV ({error}).", "Close its quotes."
+            if "new-line character" in str(error):
+                message = f"{str(path)!r}, line {reader.line_num}: a line ends with CR alone."
+                hint = f"Convert it: tr '\\r' '\\n' < {path.name} > lf-{path.name}"
+            raise DatasetError(message, hint) from error
 
 
 def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
@@ -122,7 +142,8 @@ def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
         if len(raw) > MAX_ROW_BYTES:
             raise DatasetError(f"{str(path)!r}, line {number}: {_size_problem(len(raw))}.", "Remove the row.")
         try:
-            yield (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).decode()
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            yield line.removesuffix(b"\r\n").decode() + "\n" if line.endswith(b"\r\n") else line.decode()
         except UnicodeDecodeError as error:
             message = f"{str(path)!r}, line {number}: not UTF-8 (byte {error.start + 1})."
             source = "UTF-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
@@ -140,13 +161,22 @@ def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | N
 
 def _check_columns(path: Path, names: list[str]) -> None:
     """Raises DatasetError where columns have no name, one name is two columns', or there are too many."""
+    if not names:
+        raise DatasetError(f"{str(path)!r} names no columns.", "Write the names of its columns into its first row.")
     repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
     if len(names) > MAX_COLUMNS:
         raise DatasetError(f"{str(path)!r} has {len(names)} columns; at most {MAX_COLUMNS} are read.", "Leave some out.")
-    if not names or not all(name.strip() for name in names):
+    if not all(name.strip() for name in names):
         raise DatasetError(f"{str(path)!r} has a column without a name.", "Write the names of its columns into its first row.")
     if repeated is not None:
         raise DatasetError(f"{str(path)!r} has two columns called {repeated!r}.", "Rename one.")
+
+
+def _check_delimiter(path: Path, names: list[str], delimiter: str) -> None:
+    """Raises DatasetError where another mark than the delimiter separates the columns."""
+    if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), "")):
+        message = f"{str(path)!r} has one column, {names[0]!r:.200}: {mark!r} stands where {delimiter!r} is read."
+        raise DatasetError(message, "Separate its columns by commas, or by tabs in a file called .tsv.")
 
 
 def _read_parquet(path: Path, label: str, where: str) -> Iterator[SourceRow]:
@@ -209,10 +239,10 @@ def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) ->
         for start in range(0, len(whole), BATCH_ROWS):
             batch = whole.slice(start, BATCH_ROWS)
             odd = [name for name in names if not _is_plain(batch.schema.field(name).type)]
-            for values in _small_rows(batch) if batch.nbytes > MAX_ROW_BYTES else batch.to_pylist():
+            for values in _python_rows(batch):
                 number += 1
-                if values.__class__ is int:
-                    yield SourceRow(label, number, where, None, _size_problem(values))
+                if values.__class__ is str:
+                    yield SourceRow(label, number, where, None, values)
                     continue
                 for name in odd:
                     values[name] = plain_value(values[name])
@@ -225,11 +255,27 @@ def _is_plain(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind) or types.is_boolean(kind))
 
 
-def _small_rows(batch: Any) -> Iterator[Any]:
-    """Yield each row, or the size of one that is too large to be decoded."""
-    for number in range(len(batch)):
-        row = batch.slice(number, 1)
-        yield row.nbytes if row.nbytes > MAX_ROW_BYTES else row.to_pylist()[0]
+def _python_rows(batch: Any) -> Iterable[Any]:
+    """Return the values of each row, or why they cannot be read."""
+    if batch.nbytes <= MAX_ROW_BYTES:
+        with suppress(ValueError, OverflowError):
+            rows: list[Any] = batch.to_pylist()
+            return rows
+    return map(_python_row, (batch.slice(number, 1) for number in range(len(batch))))
+
+
+def _python_row(row: Any) -> Any:
+    if row.nbytes > MAX_ROW_BYTES:
+        return _size_problem(row.nbytes)
+    values = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            (values[name],) = column.to_pylist()
+        except UnicodeDecodeError:
+            return f"{name!r:.80} is not UTF-8"
+        except (ValueError, OverflowError):  # Python's dates end with the year 9999
+            return f"{name!r:.80} has a value that cannot be read as {column.type}"
+    return values
 
 
 def plain_value(value: Any) -> Any:

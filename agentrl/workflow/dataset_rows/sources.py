@@ -8,14 +8,14 @@ Files are those of `formats.READERS`. In a folder the split stands in the file's
 import hashlib
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows.filters import RowFilter
-from agentrl.workflow.dataset_rows.formats import READERS, SourceRow, plain_value, read_rows
+from agentrl.workflow.dataset_rows.formats import READERS, SourceRow, check_regular, plain_value, read_rows
 from agentrl.workflow.errors import DatasetError, did_you_mean
 from agentrl.workflow.plugins import names
 from agentrl.workflow.runtime import hub
@@ -74,9 +74,7 @@ def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
 
 def _keep(rows: Iterator[SourceRow], condition: RowFilter) -> Iterator[SourceRow]:
     with closing(condition):
-        for row in rows:
-            if row.values is None or condition.keeps(row.values):
-                yield row
+        yield from condition.select(rows)
         condition.check_columns()
 
 
@@ -87,6 +85,7 @@ def hash_source(name: str, split: str) -> str:
     digest = hashlib.sha256()
     try:
         for path in source_files(name, split):
+            check_regular(path)
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
@@ -103,10 +102,11 @@ def nested_value(values: dict[str, Any], column: str) -> Any:
     if column in values:
         return values[column]
     head, _, rest = column.partition(".")
-    inner = values[head]
-    if not rest or not isinstance(inner, dict):
-        raise KeyError(column)
-    return nested_value(inner, rest)
+    inner = values.get(head)
+    if rest and isinstance(inner, dict):
+        with suppress(KeyError):
+            return nested_value(inner, rest)
+    raise KeyError(column)
 
 
 def _read_files(name: str, split: str) -> Iterator[SourceRow]:
@@ -202,7 +202,7 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
     """The rows with their columns under the names of the fields that they are mapped to.
 
     Raises:
-        DatasetError: the first row lacks a column; then it is the name that is wrong.
+        DatasetError: the first row lacks a column; then it is the name that is wrong. A row may lack a key in a column.
     """
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True
@@ -214,14 +214,25 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
         try:
             fields = {field: values[column] if column in values else nested_value(values, column) for field, column in pairs}
         except KeyError as error:
-            problem = f"no column {error.args[0]!r}"
-            if is_first:
-                hint = f"{did_you_mean(str(error.args[0]), values)} Correct --map."
+            column = str(error.args[0])
+            problem = f"no column {column!r}"
+            if is_first and column.partition(".")[0] not in values:
+                hint = f"{did_you_mean(column, values)} Correct --map."
                 raise DatasetError(f"{config.name!r}, {row.place}: {problem}.", hint) from error
-            yield row._replace(values=None, problem=problem)
+            yield row._replace(values=None, problem=problem + _known_keys(values, column))
+            is_first = False
             continue
         for column in columns:
             values.pop(column, None)
         values.update(fields)
         yield row
         is_first = False
+
+
+def _known_keys(values: dict[str, Any], column: str) -> str:
+    """What helps where a key in a column is missing."""
+    head, _, key = column.rpartition(".")
+    with suppress(KeyError):
+        if head and isinstance(inner := nested_value(values, head), dict):
+            return f"; {head!r}: {did_you_mean(key, list(inner)[:20])}".rstrip(".")
+    return ""

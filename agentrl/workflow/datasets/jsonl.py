@@ -1,7 +1,8 @@
 """jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
 A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` where there is none). Rows of verl and TRL are read as they are: without an answer the reference is
+`"reference": null` where there is none). Of a list of right answers the first is the reference, the others become the
+metadata's `aliases`. Rows of verl and TRL are read as they are: without an answer the reference is
 `reward_model.ground_truth`, else `completion`, else the last message of `chosen`; without a prompt it is what `chosen` and
 `rejected` begin with. All other columns become the task's metadata. `--map question=COLUMN,answer=COLUMN` names others. A
 task's key is its file's name and line.
@@ -39,6 +40,11 @@ SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
 REFERENCES = ("answer", "reference")
+OTHER_NAMES = {
+    PROMPTS: ("problem", "input", "instruction", "query", "task", "text"),
+    REFERENCES: ("solution", "output", "response", "completion", "target", "label", "ground_truth", "expected", "final_answer"),
+}
+"""What other people call these columns: named in the hint of an error, never read by themselves."""
 ROLES: tuple[Role, ...] = get_args(Role)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -139,6 +145,8 @@ def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
         messages = _messages(prompt, row[prompt])
     else:
         messages = (Message("user", _prompt_text(prompt, row[prompt])),)
+    if isinstance(answer, list):
+        answer, metadata = _first_answer(reference, answer, metadata)
     return Row(number, messages, _reference(reference, answer), metadata)
 
 
@@ -188,6 +196,16 @@ def answer_text(name: str, value: object) -> object:
     return messages[-1].content
 
 
+def _first_answer(name: str, answers: list[Any], metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the first of several right answers, and the metadata with the others as `aliases`."""
+    if not answers:
+        raise ValueError(f"{name!r} is an empty list")
+    if len(answers) > 1 and "aliases" in metadata:
+        raise ValueError(f"{name!r} is a list, and 'aliases' is there too")
+    others = [_reference(f"{name}[{number}]", answer) for number, answer in enumerate(answers[1:], start=1)]
+    return answers[0], {**metadata, "aliases": others} if others else dict(metadata)
+
+
 def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
     if not metadata:
         return
@@ -198,6 +216,9 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
         raise ValueError("an unpaired surrogate in the metadata") from error
     except TypeError as error:
         raise ValueError(f"the metadata cannot be written as JSON ({error})") from error
+    except ValueError as error:
+        infinite = next((name for name, value in metadata.items() if "nfinity" in json.dumps(value)), "")
+        raise ValueError(f"an infinite number in {infinite!r:.80}") from error
     if "\\u0000" in text and ESCAPED_NUL.search(text):
         raise ValueError("a NUL character in the metadata")
 
@@ -211,11 +232,17 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
     present = [name for name in names if name in row]
     if len(present) != 1:
         columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
-        near = next((column for name in names for column in get_close_matches(name, row, 1)), "")
+        near = _near_column(names, row)
         meant = f" (--map {names[0]}={near}?)" if near else ""
         found = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}{meant}"
         raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {found}")
     return present[0]
+
+
+def _near_column(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
+    """Return the column that is probably meant by one of these names; empty if none looks like it."""
+    misspelt = (column for name in names for column in get_close_matches(name, row, 1, 0.75))
+    return next(misspelt, "") or next((column for column in row if column.lower() in OTHER_NAMES.get(names, ())), "")
 
 
 def _messages(name: str, value: object) -> tuple[Message, ...]:
