@@ -22,7 +22,7 @@ from agentrl.workflow.plugins import find, names
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import leases, planning, run_reports, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.trackers import Tracker, eval_metrics, iteration_metrics, masked_config
+from agentrl.workflow.trackers import Tracker, eval_metrics, iteration_metrics, mask_text, masked_config
 from tests.conftest import missing
 from tests.support.line_tracker import read_lines
 from tests.support.played_runs import claim_training, play, start, submission, update_of, value, values
@@ -310,6 +310,23 @@ def test_masked_config_has_no_secret_and_no_prompt() -> None:
         assert secret not in said, secret
     assert masked["tools"] == ["mcp:server --token *** --host h", "mcp:run https://***@example.org/x"]
     assert masked["algorithm.name"] == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("run --password 'two words' -v", "run --password *** -v"),
+        ('{"api_key": "a b", "n": 1}', '{"api_key": ***, "n": 1}'),
+        ("AWS_SECRET_ACCESS_KEY=abc/def HOME=x", "AWS_SECRET_ACCESS_KEY=*** HOME=x"),
+        ("curl -H 'Authorization: Basic dXNlcjpwdw=='", "curl -H 'Authorization: Basic ***'"),
+        ("curl -H 'Authorization: Bearer abc.def'", "curl -H 'Authorization: Bearer ***'"),
+        ("x eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc_d y", "x *** y"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- z", "*** z"),
+        ("max_new_tokens 128, the basic sums, passes 3", "max_new_tokens 128, the basic sums, passes 3"),
+    ],
+)
+def test_mask_text_hides_keys_in_every_common_form(text: str, masked: str) -> None:
+    assert mask_text(text, {}) == masked
 
 
 def test_metrics_are_finite_and_named_as_people_know_them() -> None:

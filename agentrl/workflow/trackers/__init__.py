@@ -107,11 +107,14 @@ _SECRETS = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), MASK),  # the user and password of a URL
     (
         re.compile(
-            r"(?i)((?:[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key)|bearer)['\"]?(?:\s*[=:]\s*|\s+)['\"]?)[^\s'\"&]+"
+            r"(?i)((?:[\w-]*(?:token|secret|pass(?:w(?:or)?d|phrase)?|pwd|(?:api|access|private)[_-]?key|credentials?)"
+            r"|bearer|authorization['\"]?\s*[=:]\s*['\"]?basic)['\"]?(?:\s*[=:]\s*|\s+))(?:\"[^\"]*\"|'[^']*'|[^\s'\"&]+)"
         ),
         rf"\g<1>{MASK}",
     ),
-    (re.compile(r"\b(?:sk-|hf_|gh[pousr]_|xox[a-z]-|AKIA)[\w-]{12,}"), MASK),  # well-known forms of keys
+    (re.compile(r"\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{12,}"), MASK),  # well-known forms of keys
+    (re.compile(r"\beyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]+"), MASK),  # a JSON web token
+    (re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)"), MASK),
 )
 _SECRET_NAME = re.compile(r"(?i)token|secret|passw|key$|credential")
 MIN_SECRET_CHARS = 8
