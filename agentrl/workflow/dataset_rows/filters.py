@@ -8,6 +8,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, compress
 from typing import Any
 
 from agentrl.workflow.dataset_rows.formats import SourceRow
@@ -21,7 +22,7 @@ MAX_INSTRUCTIONS = 1_000_000
 MAX_VALUE_BYTES = 16_000_000
 """The longest value, twice a row: one function of SQLite is one instruction, however long its argument is."""
 STEP = 100_000
-BATCH_ROWS = 16
+BATCH_ROWS = 32
 """Rows that one query decides on: a query takes longer to start than a condition to evaluate."""
 MAX_QUERIES = 1000
 """Queries that are kept, one for each set of columns: the rows of JSON lines may all differ in theirs."""
@@ -59,16 +60,14 @@ class RowFilter:
         batch: list[SourceRow] = []
         columns: tuple[str, ...] = ()
         for row in rows:
-            if row.values is None:
-                yield from self._decide(columns, batch)
-                batch = []
-                yield row
-                continue
-            names = tuple(row.values)
+            names = () if row.values is None else tuple(row.values)
             if names != columns or len(batch) == BATCH_ROWS:
                 yield from self._decide(columns, batch)
                 batch, columns = [], names
-            batch.append(row)
+            if row.values is None:
+                yield row
+            else:
+                batch.append(row)
         yield from self._decide(columns, batch)
 
     def check_columns(self) -> None:
@@ -81,41 +80,38 @@ class RowFilter:
         """Close the connection."""
         self._connection.close()
 
-    def _decide(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[SourceRow]:
-        """Yield those of the rows, which have the same columns, that fulfil the condition."""
-        if not batch:
-            return
+    def _decide(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Sequence[SourceRow]:
+        """Return those of the rows, which have the same columns, that fulfil the condition."""
+        problem = ""
         try:
-            results = self._evaluate(columns, batch)
+            return list(compress(batch, self._evaluate(columns, batch))) if batch else ()
         except UnicodeEncodeError:
-            results, problem = [], "half a surrogate pair in a column that --filter reads"
+            problem = "half a surrogate pair in a column that --filter reads"
         except OverflowError:
-            results, problem = [], "a number in a column that --filter reads is too large for SQL"
+            problem = "a number in a column that --filter reads is too large for SQL"
         except (sqlite3.Error, sqlite3.Warning) as error:
             if str(error).startswith(LACKS_COLUMN):
                 self._add_missing(str(error).removeprefix(LACKS_COLUMN))
-                yield from self._decide(columns, batch)
-                return
+                return self._decide(columns, batch)
             if len(batch) == 1:
                 reason = "it takes too much work" if "interrupted" in str(error) else str(error)
                 message = f"--filter {self._condition!r:.200} does not work ({batch[0].place}): {reason}."
                 raise DatasetError(message, EXAMPLE) from error
-            results, problem = [], ""
-        if results:
-            yield from (row for row, (kept,) in zip(batch, results, strict=True) if kept)
-        elif len(batch) == 1:
-            yield batch[0]._replace(values=None, problem=problem)
-        else:  # one of them is at fault
-            for row in batch:
-                yield from self._decide(columns, [row])
+        if len(batch) == 1:
+            return [batch[0]._replace(values=None, problem=problem)]
+        return [kept for row in batch for kept in self._decide(columns, [row])]  # one of them is at fault
 
-    def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> list[tuple[Any]]:
+    def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[Any]:
+        """Return the condition's value for each row."""
         bound = self._bound.get(columns)
         if bound is None:
             bound = self._bind(columns)
+        values = [(row.values or {}).get(name) for row in batch for name in bound]
+        if any(value.__class__ in (dict, list) for value in values):
+            values = [json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value for value in values]
         self._left = len(batch) * MAX_INSTRUCTIONS // STEP
-        values = [_as_sql((row.values or {}).get(name)) for row in batch for name in bound]
-        return self._connection.execute(_query(self._condition, tuple(bound), len(batch)), values).fetchall()
+        results = self._connection.execute(_query(self._condition, tuple(bound), len(batch)), values).fetchall()
+        return chain.from_iterable(results)
 
     def _add_missing(self, name: str) -> None:
         """Bind a column that the rows lack to NULL from now on."""
@@ -175,7 +171,3 @@ def _replace(*arguments: Any) -> str | None:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def _as_sql(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
