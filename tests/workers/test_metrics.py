@@ -5,9 +5,11 @@ import logging
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from contextvars import copy_context
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.workers.stack import metrics
+from agentrl.workers.stack import metrics, notify
 from agentrl.workers.stack.metrics import Metric, collect_work, port_of, render, serve_metrics
 from agentrl.workers.stack.notify import Notifier
 from agentrl.workers.stack.worker import ROLES
@@ -26,6 +28,7 @@ from agentrl.workflow.runtime.log_fields import JsonFormatter, log_fields
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import blocked_runs, planning, run_events
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import work_counts
 from tests.conftest import missing
 from tests.support.played_runs import claim, play, start, submission
 
@@ -109,6 +112,44 @@ def test_metrics_are_served_over_http(database: Database, port: int) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_metrics_survive_clients_that_never_finish(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 1.0)
+    before = threading.active_count()
+    server = serve_metrics(Settings(metrics_port=port), ["control"], lambda: pytest.fail("not asked"))
+    assert server is not None
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(metrics.MAX_CONNECTIONS + 4)]
+    try:
+        for client in clients[:4]:
+            with suppress(OSError):
+                client.sendall(b"GET /met")
+        while any(_drips(client) for client in clients):
+            assert threading.active_count() <= before + 1 + metrics.MAX_CONNECTIONS
+            time.sleep(0.1)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            read(port, "/")
+    finally:
+        for client in clients:
+            client.close()
+        server.shutdown()
+        server.server_close()
+
+
+def _drips(client: socket.socket) -> bool:
+    """Send one byte more; return whether the server still takes it."""
+    try:
+        client.sendall(b"x")
+    except OSError:
+        return False
+    return True
+
+
+def test_metrics_name_the_newest_running_runs_only(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_counts, "_RUNNING", work_counts._RUNNING.replace(f"LIMIT {work_counts.MAX_RUNS}", "LIMIT 2"))
+    for name in ("a", "b", "c"):
+        start(database, submission(name))
+    assert sorted(row["run"] for row in work_counts.count_work(database).running) == ["b", "c"]
 
 
 def test_metrics_without_the_database_are_one_sentence(port: int) -> None:
@@ -239,6 +280,30 @@ def test_a_command_gets_the_event_on_its_input(database: Database, tmp_path: Pat
     planning.stop(database, "first", "failed", "the loss is nan")
     tend(notifier, database)
     assert json.loads(file.read_text())["detail"] == "the loss is nan"
+
+
+def test_a_command_that_hangs_is_ended_with_all_it_started(
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 2.0)
+    script, pids = tmp_path / "hang.sh", tmp_path / "pids"
+    script.write_text(f"sleep 600 &\necho $! >> {pids}\necho noise; echo noise >&2\nwait\n")
+    notifier = Notifier(Settings(notify_command=f"sh {script}"))
+    tend(notifier, database)
+    planning.submit(database, submission())
+    planning.stop(database, "first", "failed", "the loss is nan")
+    tend(notifier, database)
+    assert "the command took more than 2 s" in caplog.text
+    assert "noise" not in "".join(capfd.readouterr())
+    (pid,) = pids.read_text().split()
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    failing = Notifier(Settings(notify_command="sh -c 'exit 3'"))
+    tend(failing, database)
+    assert "the command ended with exit code 3" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "value"), [("notify_url", "file:///etc/passwd"), ("notify_command", "say 'it")])

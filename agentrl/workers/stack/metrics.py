@@ -6,12 +6,16 @@ quotes an episode. Each process of a machine has a port of its own: see `port_of
 
 import os
 import resource
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from logging import getLogger
+from typing import Any
 
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.settings import Settings
@@ -23,6 +27,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
 """The control loop listens at AGENTRL_METRICS_PORT, each other role at the next port in this order."""
 REQUEST_SECONDS = 5.0
+"""From one byte of a request to the next."""
+CONNECTION_SECONDS = 30.0
+"""After which a connection is ended, however much its client sends."""
+MAX_CONNECTIONS = 16
 MIB = 1024 * 1024
 
 
@@ -131,7 +139,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
             return render(metric for collect in (*collectors, *_collectors) for metric in collect())
 
     try:
-        server = ThreadingHTTPServer((where.metrics_host, port), Handler)
+        server = _Server((where.metrics_host, port), Handler)
     except OSError as error:
         log.warning(
             "cannot serve /metrics at %s:%d: %s. Set AGENTRL_METRICS_PORT to another port.",
@@ -140,10 +148,43 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
             error.strerror,
         )
         return None
-    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     log.info("/metrics is at http://%s:%d/metrics", where.metrics_host, port)
     return server
+
+
+class _Server(ThreadingHTTPServer):
+    """A server whose clients can hold neither threads without end nor more than some of them."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._deadlines: dict[Any, float] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or end the connection if there are too many."""
+        if len(self._deadlines) >= MAX_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._deadlines[request] = time.monotonic() + CONNECTION_SECONDS
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._deadlines.pop(request, None)
+        super().close_request(request)
+
+    def service_actions(self) -> None:
+        """End the connections that are too old; `serve_forever` calls this each half second."""
+        for request, deadline in list(self._deadlines.items()):
+            if time.monotonic() > deadline:
+                with suppress(OSError):  # it was closed meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a client that went away, or an answer that failed, without a traceback on standard error."""
+        log.debug("a request of /metrics failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -6,11 +6,13 @@ once, also if the control loop was away meanwhile, and given up after some attem
 """
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -60,12 +62,40 @@ class Notifier:
             if self._url:
                 _post(self._url, body)
             if self._command:
-                subprocess.run(self._command, input=body, timeout=COMMAND_SECONDS, check=True, stdout=subprocess.DEVNULL)
+                _run(self._command, body)
         except (OSError, subprocess.SubprocessError) as error:
             self._attempts += 1
-            log.warning("the notification of %s failed (attempt %d): %s", event["run"], self._attempts, type(error).__name__)
+            cause = _describe(error)
+            log.warning("the notification of %s failed (attempt %d): %s", event["run"], self._attempts, cause)
             return self._attempts >= MAX_ATTEMPTS
         return True
+
+
+def _run(command: Sequence[str], body: bytes) -> None:
+    """Run a program with `body` on its standard input; end all that it started if it takes too long. Its output is not kept.
+
+    Raises:
+        OSError: it cannot be started.
+        SubprocessError: it fails, or takes longer than COMMAND_SECONDS.
+    """
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            process.communicate(body, timeout=COMMAND_SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet, so that its number is its own
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _describe(error: Exception) -> str:
+    """The cause, without the target, which may hold a key."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"the command ended with exit code {error.returncode}"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"the command took more than {COMMAND_SECONDS:g} s"
+    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def _post(url: str, body: bytes) -> None:

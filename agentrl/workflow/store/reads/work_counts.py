@@ -12,6 +12,8 @@ from agentrl.workflow.store.reads.open_work import OPEN_WORK
 from agentrl.workflow.tables.columns import now_ms
 
 Row = Mapping[str, Any]
+MAX_RUNS = 100
+"""The newest running runs that are counted one by one: monitoring keeps a series for each."""
 FAILURES = (*LOSS_EVENTS, "update_failed", "group_failed", "report_failed")
 """Kinds of events that are counted."""
 
@@ -42,7 +44,8 @@ _QUEUES = f"""
     FROM ({OPEN_WORK}) work GROUP BY queue"""
 _RUNS = "SELECT status, count(*) AS n FROM runs GROUP BY status"
 _EVENTS = f"SELECT kind, count(*) AS n FROM events WHERE kind IN ({', '.join(map(repr, FAILURES))}) GROUP BY kind"
-_RUNNING = """
+_COUNTED = f"(SELECT id, name FROM runs WHERE status = 'running' ORDER BY id DESC LIMIT {MAX_RUNS}) r"
+_RUNNING = f"""
     SELECT r.name AS run,
            (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') AS iterations,
            (SELECT i.mean_reward FROM iterations i WHERE i.run_id = r.id AND i.status = 'done' ORDER BY i.number DESC LIMIT 1)
@@ -50,10 +53,10 @@ _RUNNING = """
            (SELECT sum(i.update_seconds) FROM iterations i WHERE i.run_id = r.id) AS update_seconds,
            sum(e.prompt_tokens) AS prompt_tokens, sum(e.sampled_tokens) AS sampled_tokens,
            sum(e.generate_seconds) AS generate_seconds, sum(e.tool_seconds) AS tool_seconds
-    FROM runs r LEFT JOIN episodes e ON e.run_id = r.id WHERE r.status = 'running' GROUP BY r.id, r.name"""
-_SANDBOX = """
-    SELECT r.name AS run, c.sandbox, c.exit_status, count(*) AS n FROM runs r JOIN tool_calls c ON c.run = r.name
-    WHERE r.status = 'running' AND c.sandbox IS NOT NULL GROUP BY r.name, c.sandbox, c.exit_status"""
+    FROM {_COUNTED} LEFT JOIN episodes e ON e.run_id = r.id GROUP BY r.id, r.name"""
+_SANDBOX = f"""
+    SELECT r.name AS run, c.sandbox, c.exit_status, count(*) AS n FROM {_COUNTED} JOIN tool_calls c ON c.run = r.name
+    WHERE c.sandbox IS NOT NULL GROUP BY r.name, c.sandbox, c.exit_status"""
 
 
 @read_transaction
