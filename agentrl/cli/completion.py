@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from glob import escape, glob
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args
 
 from typer.models import ParameterInfo
 
@@ -22,8 +23,8 @@ MAX_CHOICES = 100
 
 def complete(command: Callable[..., Any]) -> None:
     """Sets the completion of each parameter of a command."""
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        for told in getattr(hint, "__metadata__", ()):
+    for name, parameter in signature(command, eval_str=True).parameters.items():
+        for told in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(told, ParameterInfo) and name in CHOICES:
                 told.autocompletion = _without_errors(CHOICES[name])
 

@@ -58,7 +58,7 @@ def _check_written(run: str, rows: list[Any]) -> None:
         ServiceError: some could not be written.
     """
     if others := [each.tracker for each in rows if not (each.error or each.status)]:
-        say(f"Another process writes {', '.join(others)}. Check again later: agentrl report {run}")
+        say(f"Another process is writing {', '.join(others)}. Check again later: agentrl report {run}")
     if failed := [each.error for each in rows if each.error]:
         raise ServiceError("\n  ".join(failed))
 
