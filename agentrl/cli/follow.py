@@ -63,6 +63,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
     from agentrl.workflow.store.reads.paging import iterate_rows
+    from agentrl.workflow.store.run_reports import list_reports
 
     known = [] if before is None else before.iterations
     evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best one
@@ -81,6 +82,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         evals=evals,
         gained=_gained(db, row),
         flat=before.flat if before is not None and not fresh else _flat_lines(db, row, [*known, *fresh]),
+        trackers=[f"{each.tracker}: {each.error or each.url}" for each in list_reports(db, run) if each.error or each.url],
     )
 
 
@@ -266,6 +268,7 @@ def summary(view: RunView) -> list[Line]:
         lines.append((f"  {held_out_line(view)}", ""))
     lines += [(f"  {line}", "") for line in view.gained]
     lines += [(f"  {line}", "yellow") for line in view.flat]
+    lines += [(f"  {line}", "") for line in view.trackers]
     lines += _failure_lines(view)
     if run["status"] in ("paused", "failed"):
         now = view.progress

@@ -8,7 +8,7 @@ import typer
 from agentrl.cli.console import Json, say, show, show_json
 from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
-from agentrl.workflow.config import ReportConfig
+from agentrl.workflow.config import ReportConfig, build
 from agentrl.workflow.errors import ConfigError, ServiceError
 
 _SAMPLES = ReportConfig.model_fields["samples"].description
@@ -27,7 +27,7 @@ def report(
     from agentrl.workflow.store import run_names, run_reports
 
     db, row = stored_database(), run_names.find_run(stored_database(), run)
-    trackers = ReportConfig(to=to).to if to else ()
+    trackers = build({"report.to": to}).report.to if to else ()
     if samples and not trackers:
         raise ConfigError("--report-samples requires --to.", "Add --to wandb.")
     for name in trackers:

@@ -14,7 +14,8 @@ Row = Any
 @dataclass
 class RunView:
     """The state of a run: its row, its finished iterations, the counts of its open ones, its failures, a warning, and the
-    evaluations of its own policies; what a search gained, and why there is nothing to learn from, both in lines."""
+    evaluations of its own policies; what a search gained, why there is nothing to learn from, and the run's pages in
+    trackers, all in lines."""
 
     run: Row
     iterations: list[Row] = field(default_factory=list)
@@ -26,6 +27,7 @@ class RunView:
     evals: list[Row] = field(default_factory=list)
     gained: list[str] = field(default_factory=list)
     flat: list[str] = field(default_factory=list)
+    trackers: list[str] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:

@@ -69,7 +69,7 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
-    remarks = (view.sampled_on, *view.flat[:1], view.warning)
+    remarks = (view.sampled_on, *view.flat[:1], view.warning, *view.trackers)
     below = [line for text in remarks for line in wrap(clean(text), width)[:MAX_REASON_LINES]]
     room = height - 1 - len(lines) - len(below)
     if tall and len(view.rewards) > 1:

@@ -11,7 +11,7 @@ from agentrl.cli.follow import _Lines, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
-from agentrl.workflow.store import planning, steps, tool_calls, train_commits
+from agentrl.workflow.store import planning, run_reports, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.store.test_evals import measure, measured
 from tests.support.played_runs import (
@@ -82,6 +82,18 @@ def test_a_run_whose_rewards_do_not_differ_says_why_after_three_iterations(datab
         assert said in shown
     assert [line for line in written if line in view.flat] == view.flat, "once"
     assert shown in "\n".join(text.strip("\n")[2:] for text, _ in summary(view))
+
+
+def test_watch_names_the_pages_of_trackers(database: Database) -> None:
+    planning.submit(database, submission("first", tasks=1))
+    run_reports.add_reports(database, "first", ["tensorboard", "wandb", "mlflow"], 0)
+    reports = {report.tracker: report for report in run_reports.list_reports(database, "first")}
+    run_reports.record_opened(database, reports["wandb"], "abc", "https://wandb.ai/me/agentrl/runs/abc")
+    run_reports.record_failure(database, reports["mlflow"], "mlflow did not answer.")
+    view = load_view(database, "first")
+    expected = ["mlflow: mlflow did not answer.", "wandb: https://wandb.ai/me/agentrl/runs/abc"]
+    assert [line.strip() for line, _ in summary(view) if line.strip() in expected] == expected
+    assert [line for line in live_lines(view) if line in expected] == expected
 
 
 def _play_with_calls(db: Database, group: int) -> None:

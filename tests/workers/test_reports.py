@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,7 @@ def test_report_command_writes_an_old_run(own_database: Database) -> None:
     ("words", "code", "said"),
     [
         (("--to", "wandbb"), 2, "No tracker is called 'wandbb'. Did you mean 'wandb'?"),
+        (("--to", ","), 2, "report.to.0: String should have at least 1 character"),
         (("--report-samples", "3"), 2, "--report-samples requires --to. Add --to wandb."),
         (("--to", LINES), 4, "the key is wrong"),
     ],
@@ -280,6 +282,12 @@ def test_tensorboard_reads_back_each_step_once(own_database: Database) -> None:
     assert [(event.step, event.value) for event in found.Scalars("train/reward")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert [event.step for event in found.Tensors("rollout/samples")] == [1, 2, 3]
     assert b"rollout.group_size" in found.Tensors("run")[0].tensor_proto.string_val[0]
+    shutil.rmtree(folder)
+    assert write(own_database) == 0
+    anew = EventAccumulator(str(folder))
+    anew.Reload()
+    assert [event.step for event in anew.Scalars("train/reward")] == [1, 2, 3]
+    assert b"rollout.group_size" in anew.Tensors("run")[0].tensor_proto.string_val[0], "the config is written with the steps"
 
 
 def test_every_tracker_file_defines_a_tracker() -> None:

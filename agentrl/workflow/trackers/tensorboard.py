@@ -17,7 +17,7 @@ class _Session:
         self.handle, self.url = str(folder), f"tensorboard --logdir {folder.parent}"
         self._known = _read_last_numbers(folder)
         self._writer = EventFileWriter(str(folder))
-        if not handle:
+        if not self._known:  # also where the files of an earlier session are gone
             rows = "\n".join(f"| `{key}` | `{value}` |" for key, value in run.config.items())
             tags = f"Tags: {', '.join(run.tags)}\n\n" if run.tags else ""
             self._add(0, 0.0, [_text("run", f"[{run.name}]({run.page})\n\n{tags}| key | value |\n|---|---|\n{rows}")])
