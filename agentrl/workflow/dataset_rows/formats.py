@@ -7,11 +7,11 @@ bytes, such as images, are left out; a NaN is null, a date is ISO text.
 import codecs
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -234,48 +234,57 @@ def _holds_bytes(kind: Any) -> bool:
 
 
 def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) -> Iterator[SourceRow]:
-    number = 0
+    number = 1
     for whole in batches:
+        odd = [name for name in names if not _is_plain(whole.schema.field(name).type)]
         for start in range(0, len(whole), BATCH_ROWS):
             batch = whole.slice(start, BATCH_ROWS)
-            odd = [name for name in names if not _is_plain(batch.schema.field(name).type)]
-            for values in _python_rows(batch):
-                number += 1
-                if values.__class__ is str:
-                    yield SourceRow(label, number, where, None, values)
-                    continue
-                for name in odd:
-                    values[name] = plain_value(values[name])
-                yield SourceRow(label, number, where, values)
+            if (rows := _read_at_once(batch, odd)) is not None:
+                yield from map(SourceRow, repeat(label), range(number, number + len(rows)), repeat(where), rows)
+            else:
+                for offset in range(len(batch)):
+                    yield SourceRow(label, number + offset, where, *_read_alone(batch.slice(offset, 1), odd))
+            number += len(batch)
+
+
+def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return the values of the rows, or None if they are too large to be decoded together, or one cannot be read.
+
+    Args:
+        odd: the columns whose values may not be those of JSON.
+    """
+    if batch.nbytes > MAX_ROW_BYTES:
+        return None
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (ValueError, OverflowError):
+        return None
+    for name in odd:
+        for values in rows:
+            values[name] = plain_value(values[name])
+    return rows
+
+
+def _read_alone(row: Any, odd: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+    """Return the values of a batch of one row, or None and why they cannot be read."""
+    if row.nbytes > MAX_ROW_BYTES:
+        return None, _size_problem(row.nbytes)
+    values = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            (value,) = column.to_pylist()
+        except UnicodeDecodeError:
+            return None, f"{name!r:.80} is not UTF-8"
+        except (ValueError, OverflowError):  # Python's dates end with the year 9999
+            return None, f"{name!r:.80} has a value that cannot be read as {column.type}"
+        values[name] = plain_value(value) if name in odd else value
+    return values, ""
 
 
 def _is_plain(kind: Any) -> bool:
     from pyarrow import types
 
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind) or types.is_boolean(kind))
-
-
-def _python_rows(batch: Any) -> Iterable[Any]:
-    """Return the values of each row, or why they cannot be read."""
-    if batch.nbytes <= MAX_ROW_BYTES:
-        with suppress(ValueError, OverflowError):
-            rows: list[Any] = batch.to_pylist()
-            return rows
-    return map(_python_row, (batch.slice(number, 1) for number in range(len(batch))))
-
-
-def _python_row(row: Any) -> Any:
-    if row.nbytes > MAX_ROW_BYTES:
-        return _size_problem(row.nbytes)
-    values = {}
-    for name, column in zip(row.schema.names, row.columns, strict=True):
-        try:
-            (values[name],) = column.to_pylist()
-        except UnicodeDecodeError:
-            return f"{name!r:.80} is not UTF-8"
-        except (ValueError, OverflowError):  # Python's dates end with the year 9999
-            return f"{name!r:.80} has a value that cannot be read as {column.type}"
-    return values
 
 
 def plain_value(value: Any) -> Any:
