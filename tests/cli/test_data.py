@@ -39,6 +39,17 @@ def test_data_show_renders_tasks_as_the_model_reads_them(tmp_path: Path, capsys:
     assert task["tokens"] > 10
 
 
+@pytest.mark.usefixtures("home")
+def test_data_show_says_which_tiny_model_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    csv = tmp_path / "rows.csv"
+    csv.write_text("question,answer\na,1\n")
+    said = output(["show", str(csv), "--model", "tiny"], capsys, code=8)
+    assert f"agentrl sft --dataset {csv} --model tiny" in said
+    assert "then pass --model tiny-arithmetic" in said
+    said = output(["show", f"arithmetic=0.9,{csv}=0.1", "--model", "tiny"], capsys, code=8)
+    assert "Make another's: agentrl sft --dataset arithmetic" in said
+
+
 def test_data_check_counts_what_is_wrong_with_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = tmp_path / "sums", str(tiny_random(tmp_path / "model"))
     write(folder / "train.jsonl", ROWS)

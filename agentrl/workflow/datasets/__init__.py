@@ -79,8 +79,8 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
     loaded = [_load_one(config.model_copy(update={"name": name})) for name in parts]
     (found, *others) = [_take_shares(parts, loaded, config.max_tasks, seed)] if len(parts) > 1 else loaded
     assert not others
-    key, count = Counter(task.key for task in found.tasks).most_common(1)[0]
-    if count > 1:
+    if len({task.key for task in found.tasks}) < len(found.tasks):
+        key, count = Counter(task.key for task in found.tasks).most_common(1)[0]
         hint = "Rename one of the files, or name their folders." if len(parts) > 1 else "Give each task a unique key."
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", hint)
     return found
@@ -162,17 +162,21 @@ class _Repeats:
 
     def __init__(self) -> None:
         self.count = 0
-        self._alike: defaultdict[tuple[str, ...], list[Task]] = defaultdict(list)
+        self._first: dict[int, Task] = {}
+        self._others: defaultdict[int, list[Task]] = defaultdict(list)
 
     def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The tasks without the repeated ones."""
         for task in tasks:
             if isinstance(task, Task):  # what is none is named later
-                found = self._alike[task.reference, *(message.content for message in task.messages)]
-                if any(replace(task, key=other.key) == other for other in found):
-                    self.count += 1
-                    continue
-                found.append(task)
+                texts = hash((task.reference, *(message.content for message in task.messages)))
+                first = self._first.setdefault(texts, task)
+                if first is not task:
+                    others = self._others[texts]
+                    if any(replace(task, key=other.key) == other for other in (first, *others)):
+                        self.count += 1
+                        continue
+                    others.append(task)
             yield task
 
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from agentrl.workflow.checkpoints.sealed_folder import RECORD, sha256_file
 from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.dataset_rows.sources import kind_of_source
 from agentrl.workflow.errors import ConflictError, ModelError
 from agentrl.workflow.models.gguf_files import SUFFIX, folder_of_gguf
 from agentrl.workflow.models.headers import ModelFiles, Shapes, checked_shape, read_config, read_model_files, read_shapes
@@ -81,10 +82,10 @@ def existing_model(name: str, dataset: str) -> str:
 
 def _no_tiny(dataset: str) -> ModelError:
     said = f"The tiny model for {dataset!r} does not exist yet"
-    if dataset.endswith(".jsonl"):
-        others = "--dataset arithmetic, then pass --model tiny-arithmetic"
-        hint = f"Train it on the file's answers: agentrl sft --dataset {dataset} --model tiny; or on another dataset: {others}"
-        return ModelError(f"{said}.", hint)
+    if kind_of_source(dataset) != "plugin" or "," in dataset:
+        own = "" if "," in dataset else f"Train it on its answers: agentrl sft --dataset {dataset} --model tiny. "
+        others = "another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
+        return ModelError(f"{said}.", f"{own}{'Or train' if own else 'Train'} {others}")
     if find("datasets", dataset).demonstrations is not None:
         return ModelError(f"{said}.", f"Train it: agentrl sft --dataset {dataset} --model tiny")
     return ModelError(
