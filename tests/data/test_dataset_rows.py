@@ -188,6 +188,22 @@ def test_folders_hold_a_split_in_names_of_files_and_folders(tmp_path: Path) -> N
     assert "as .csv and as .jsonl. Name one: --dataset" in refusal(plain, split="validation")
 
 
+def test_files_of_one_name_in_several_folders_have_keys_of_their_own(tmp_path: Path) -> None:
+    for part in ("algebra", "geometry"):
+        write(tmp_path / "sums" / part / "train-0.jsonl", [{**ROWS[0], "part": part}])
+    assert [task.key for task in load(tmp_path / "sums").tasks] == ["sums/algebra/train-0/1", "sums/geometry/train-0/1"]
+    write(tmp_path / "sums" / "geometry" / "train-0.jsonl", [{}])
+    assert "geometry/train-0.jsonl, line 1: must have one of" in refusal(tmp_path / "sums")
+
+
+def test_names_that_no_path_or_database_can_hold(tmp_path: Path) -> None:
+    write(tmp_path / "sums" / os.fsdecode(b"train-\xff.jsonl"), ROWS[:1])
+    write(tmp_path / "sums" / "train-0.jsonl", ROWS[1:])
+    assert [task.key for task in load(tmp_path / "sums").tasks] == ["sums/train-0/1", "sums/train-0/2", "sums/train-?/1"]
+    assert "No such file" in refusal("~no_such_user/rows.jsonl")
+    assert "holds a NUL character" in refusal("rows\0.jsonl")
+
+
 def test_folders_of_the_datasets_library_are_read_without_it(tmp_path: Path) -> None:
     import datasets
 

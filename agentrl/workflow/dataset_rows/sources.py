@@ -19,6 +19,7 @@ from agentrl.workflow.dataset_rows.formats import READERS, SourceRow, check_regu
 from agentrl.workflow.errors import DatasetError, did_you_mean
 from agentrl.workflow.plugins import names
 from agentrl.workflow.runtime import hub
+from agentrl.workflow.trajectory import storable
 
 SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
@@ -35,14 +36,28 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
     """Return what a dataset's name stands for. Without a slash or a known suffix it is a plug-in, or else a folder."""
-    if Path(name).suffix.lower() in READERS or Path(name).expanduser().is_file():
+    if Path(name).suffix.lower() in READERS or expand_home(name).is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
         is_folder = name not in ("", *names("datasets")) and ":" not in name and Path(name).is_dir()
         return "folder" if is_folder else "plugin"
-    if Path(name).expanduser().is_dir() or not _HUB_NAME.fullmatch(name):
+    if expand_home(name).is_dir() or not _HUB_NAME.fullmatch(name):
         return "folder"
     return "hub"
+
+
+def expand_home(name: str) -> Path:
+    """Return a dataset's name as a path, with the home folder for `~`; a user without one is no error.
+
+    Raises:
+        DatasetError: it holds a NUL character, which no path does.
+    """
+    if "\0" in name:
+        raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def source_files(name: str, split: str) -> list[Path]:
@@ -51,7 +66,7 @@ def source_files(name: str, split: str) -> list[Path]:
     Raises:
         DatasetError: there is no such folder or split, or the split is there in two formats.
     """
-    kind, path = kind_of_source(name), Path(name).expanduser()
+    kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
         if split != "train":
             message = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
@@ -110,11 +125,15 @@ def nested_value(values: dict[str, Any], column: str) -> Any:
 
 
 def _read_files(name: str, split: str) -> Iterator[SourceRow]:
-    files = source_files(name, split)
-    folder = kind_of_source(name) == "folder"
+    files, folder = source_files(name, split), expand_home(name)
+    if kind_of_source(name) == "file":
+        yield from read_rows(files[0], files[0].stem)
+        return
+    is_unique = len({path.stem for path in files}) == len(files)
     for path in files:
-        label = f"{Path(name).name}/{split if len(files) == 1 else path.stem}" if folder else path.stem
-        yield from read_rows(path, label, f"{path.name}, " if folder else "")
+        inner = Path(path.name) if is_unique else path.relative_to(folder)
+        label = split if len(files) == 1 else str(inner.with_suffix(""))
+        yield from read_rows(path, storable(f"{Path(name).name}/{label}"), f"{inner}, ")
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

@@ -193,7 +193,7 @@ def is_rows(name: str) -> bool:
 def absolute_name(name: str) -> str:
     """Return a dataset's name with absolute paths of files and folders: a run may be resumed from anywhere."""
     paths = [
-        (str(Path(part).expanduser().resolve()) if sources.kind_of_source(part) in ("file", "folder") else part, weight)
+        (str(sources.expand_home(part).resolve()) if sources.kind_of_source(part) in ("file", "folder") else part, weight)
         for part, weight in split_mixture(name).items()
     ]
     return ",".join(part if weight is None else f"{part}={weight:g}" for part, weight in paths)
