@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pandas
 
 WIDTH, HEIGHT, MARGIN = 480, 160, 40
-MOST_POINTS = 480
+MAX_POINTS = 480
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -87,7 +87,7 @@ def _line(iterations: Sequence[int], values: Sequence[float | None], low: float,
     known = [(at, value) for at, value in zip(iterations, values, strict=True) if value is not None]
     if not known:
         return ""
-    step = max(1, len(known) // MOST_POINTS)
+    step = max(1, len(known) // MAX_POINTS)
     first, last = iterations[0], iterations[-1]
     placed = " ".join(
         f"{MARGIN + (WIDTH - 2 * MARGIN) * (at - first) / max(1, last - first):.1f},"

@@ -14,7 +14,7 @@ from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import Task
 
-MOST_ROWS = 10_000_000
+MAX_ROWS = 10_000_000
 REFERENCES = ("answer", "reference")
 EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": [...], "reference": ...}.'
 
@@ -64,8 +64,8 @@ def _read(dataset: Any, what: str) -> Iterator[Any]:
         except Exception as error:
             said = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
             raise DatasetError(said, "Nothing was submitted. Fix the dataset, and pass it again.") from error
-        if number == MOST_ROWS:
-            said = f"The {what}_dataset has more than {MOST_ROWS} rows."
+        if number == MAX_ROWS:
+            said = f"The {what}_dataset has more than {MAX_ROWS} rows."
             raise DatasetError(said, "Pass fewer rows: itertools.islice(rows, 1000).")
         number += 1
         yield row

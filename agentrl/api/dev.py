@@ -49,7 +49,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.trajectory import Episode, Task
 
-MOST_TASKS = 100
+MAX_TASKS = 100
 """Episodes of one call; more are for a run."""
 HERE = "agentrl.api.dev:agent"
 """What a run's config calls an agent that is called by this process."""
@@ -80,8 +80,8 @@ class Trial:
             AgentRLError: there is no such dataset or model, or a reward raised.
         """
         tasks = load_tasks(self.config.dataset).tasks
-        if len(tasks) > MOST_TASKS:
-            raise ConfigError(f"dev runs at most {MOST_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_tasks=3.")
+        if len(tasks) > MAX_TASKS:
+            raise ConfigError(f"dev runs at most {MAX_TASKS} tasks, not {len(tasks)}.", "Pass rows[:3], or max_tasks=3.")
         with ExitStack() as stack:
             policy = stack.enter_context(open_policy(self.config, seed=self.config.seed))
             play = self._loop(policy) if self.agent is None else stack.enter_context(self._agent_player(policy))

@@ -5,12 +5,12 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-MOST_CHARS = 2000
+MAX_CHARS = 2000
 """Characters of one text that are shown."""
 CELL_CHARS = 120
 
 
-def text(value: object, most: int = MOST_CHARS) -> str:
+def text(value: object, most: int = MAX_CHARS) -> str:
     """A value as text in HTML; of a long one its beginning."""
     if isinstance(value, float):
         said = f"{value:.4g}"

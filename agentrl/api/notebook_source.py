@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.workflow.errors import ConfigError
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-MOST_LITERAL = 1 << 20
+MAX_LITERAL = 1 << 20
 """Characters of a constant that is taken along."""
 MAIN = "__main__"
 
@@ -175,7 +175,7 @@ def literal(value: Any) -> str | None:
     """The value as an expression of constants; None if it is none."""
     try:
         text = repr(value)
-        if len(text) > MOST_LITERAL or type(value).__module__ != "builtins":
+        if len(text) > MAX_LITERAL or type(value).__module__ != "builtins":
             return None
         return text if _same(ast.literal_eval(text), value) else None
     except Exception:  # noqa: BLE001 - anybody's __repr__

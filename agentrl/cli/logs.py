@@ -14,7 +14,7 @@ from agentrl.workflow.errors import NotFoundError, did_you_mean
 from agentrl.workflow.runtime.shown_text import clean
 
 PAUSE_SECONDS = 0.3
-MOST_LINES = 10_000
+MAX_LINES = 10_000
 END_BYTES = 1_000_000
 """Bytes read from the end of a log."""
 MAX_LINE_CHARS = 2_000
@@ -31,7 +31,7 @@ def logs(
         ),
     ] = None,
     lines: Annotated[
-        int, typer.Option("-n", "--lines", min=1, max=MOST_LINES, help="Number of lines to show of each log.")
+        int, typer.Option("-n", "--lines", min=1, max=MAX_LINES, help="Number of lines to show of each log.")
     ] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow: show new lines as they are written.")] = False,
 ) -> None:

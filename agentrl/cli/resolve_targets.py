@@ -255,12 +255,12 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     from pathlib import Path
 
     from agentrl.workflow.checkpoints.epoch_links import epoch_number
-    from agentrl.workflow.checkpoints.sealed_folder import LONGEST_NAME, MANIFEST, STATE
+    from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, MAX_NAME, STATE
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.settings import is_url, settings
     from agentrl.workflow.store import epoch_ends, run_names
 
-    if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > LONGEST_NAME:
+    if "\0" in policy or max(len(os.fsencode(part)) for part in policy.split("/")) > MAX_NAME:
         raise NotFoundError(f"No run or model is called {policy!r:.80}.", "List the runs: agentrl runs")
     typed = Path(policy).expanduser()
     typed = typed if typed.exists() or not (settings().root / typed).parent.is_dir() else settings().root / typed

@@ -14,12 +14,12 @@ from agentrl.cli.follow import follow_to_end
 from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.run_view import iteration_numbers
-from agentrl.workflow.config import MOST
+from agentrl.workflow.config import MAX_INT
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
 
 
 def _more_option(what: str) -> Any:
-    return typer.Option(min=1, max=MOST, metavar="N", help=f"Extend the run by this many {what}, even if it is done.")
+    return typer.Option(min=1, max=MAX_INT, metavar="N", help=f"Extend the run by this many {what}, even if it is done.")
 
 
 def resume(

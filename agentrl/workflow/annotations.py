@@ -13,15 +13,15 @@ from typing import Any, TypeGuard
 
 KINDS = ("reward", "message", "object", "annotation", "exception", "operation", "span")
 SOURCES = ("agent", "tool", "hook")
-MOST_AT_ONCE = 100
-MOST_OF_ATTEMPT = 10_000
+MAX_AT_ONCE = 100
+MAX_OF_ATTEMPT = 10_000
 """Annotations that one attempt at an episode may have."""
-MOST_NAME = 128
-MOST_DATA = 64 * 1024
+MAX_NAME = 128
+MAX_DATA = 64 * 1024
 """Bytes of an annotation's data as JSON."""
-MOST_DEPTH = 32
-MOST_STEP = 2**31 - 1
-LARGEST = 1e30
+MAX_DEPTH = 32
+MAX_STEP = 2**31 - 1
+MAX_REWARD = 1e30
 _ID = re.compile(r"[0-9a-z:_-]{1,64}")
 
 
@@ -55,8 +55,8 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
     Raises:
         ValueError: one is none; the message says why.
     """
-    if not isinstance(values, list) or len(values) > MOST_AT_ONCE:
-        raise ValueError(f"annotations must be a list of at most {MOST_AT_ONCE}")
+    if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
+        raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
     return tuple(read_annotation(value, source) for value in values)
 
 
@@ -91,9 +91,9 @@ def check(made: Annotation) -> None:
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
     if made.kind not in KINDS:
         raise ValueError(f"an annotation's kind is one of {', '.join(KINDS)}")
-    if not isinstance(made.name, str) or len(made.name) > MOST_NAME:
-        raise ValueError(f"an annotation's name is a text of at most {MOST_NAME} characters")
-    if made.step is not None and not (type(made.step) is int and 0 <= made.step <= MOST_STEP):
+    if not isinstance(made.name, str) or len(made.name) > MAX_NAME:
+        raise ValueError(f"an annotation's name is a text of at most {MAX_NAME} characters")
+    if made.step is not None and not (type(made.step) is int and 0 <= made.step <= MAX_STEP):
         raise ValueError("an annotation's step is the index of a step, from 0")
     if made.seconds is not None and not (_is_number(made.seconds) and made.seconds >= 0):
         raise ValueError("an annotation's seconds are a number from 0")
@@ -106,19 +106,19 @@ def _check_reward(made: Annotation) -> None:
     value = made.data.get("value") if isinstance(made.data, Mapping) else None
     if not made.name or not made.name.isprintable() or len(made.name) > 64:
         raise ValueError("a reward has a name of 1 to 64 printable characters")
-    if not _is_number(value) or abs(value) > LARGEST:
+    if not _is_number(value) or abs(value) > MAX_REWARD:
         raise ValueError("a reward is a finite number")
 
 
 def _check_data(made: Annotation) -> None:
-    if not isinstance(made.data, Mapping) or is_deep(made.data, MOST_DEPTH):
-        raise ValueError(f"an annotation's data are an object, at most {MOST_DEPTH} levels deep")
+    if not isinstance(made.data, Mapping) or is_deep(made.data, MAX_DEPTH):
+        raise ValueError(f"an annotation's data are an object, at most {MAX_DEPTH} levels deep")
     try:
         size = len(json.dumps(made.data, allow_nan=False).encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"an annotation's data are JSON: {str(error)[:200]}") from None
-    if size > MOST_DATA:
-        raise ValueError(f"an annotation's data have at most {MOST_DATA} bytes as JSON, not {size}")
+    if size > MAX_DATA:
+        raise ValueError(f"an annotation's data have at most {MAX_DATA} bytes as JSON, not {size}")
 
 
 def is_deep(value: Any, left: int) -> bool:

@@ -21,7 +21,7 @@ from pydantic import (
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resources import read_resources
 
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 """The largest count; rows, arrays and servers have no room for more."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ALL_LINEAR = "all-linear"
@@ -131,7 +131,7 @@ class DatasetConfig(Section):
         "--max-tasks",
         "--max-samples",
         ge=1,
-        le=MOST,
+        le=MAX_INT,
         description="Only the first N tasks",
         validation_alias=AliasChoices("max_tasks", "max_samples"),
     )
@@ -262,7 +262,7 @@ class RolloutConfig(Section):
     tasks_per_iteration: int = option(16, "--tasks-per-iteration", ge=1, le=4096, description="Groups per iteration")
     temperature: float = option(1.0, "--temperature", gt=0, le=10, description="Temperature of sampling and training")
     top_k: int = Field(
-        0, ge=0, le=MOST, description="Sample from the K likeliest tokens; 0: all. Probability ratios still use all tokens"
+        0, ge=0, le=MAX_INT, description="Sample from the K likeliest tokens; 0: all. Probability ratios still use all tokens"
     )
     top_p: float = Field(
         1.0, gt=0, le=1, description="Sample from the likeliest tokens up to this total probability; ratios use all tokens"
@@ -323,7 +323,7 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "k3-corrected"] = Field("k3", description="How the KL of a token is estimated")
     kl_in: Literal["loss", "reward"] = Field("loss", description="Add the KL to the loss, or subtract it from the rewards")
     kl_target: float | None = Field(None, gt=0, description="Move kl_coef after each update so that the KL stays near this")
-    kl_horizon: int | None = Field(None, ge=1, le=MOST, description="Episodes in which kl_coef may grow by a fifth [10000]")
+    kl_horizon: int | None = Field(None, ge=1, le=MAX_INT, description="Episodes in which kl_coef may grow by a fifth [10000]")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
     importance: Literal["auto", "truncate", "mask", "none"] = Field(
         "auto", description="Importance weights for tokens on which sampler and trainer differ; auto: truncate, if allowed"
@@ -372,7 +372,7 @@ class CriticConfig(Section):
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate of the critic's head; its body uses the policy's")
     loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss relative to the policy loss")
     clip: float = Field(0.2, ge=0, description="Maximum change of a value in an update; 0: unlimited")
-    warmup: int = Field(0, ge=0, le=MOST, description="Number of first iterations in which only the head trains")
+    warmup: int = Field(0, ge=0, le=MAX_INT, description="Number of first iterations in which only the head trains")
 
 
 class UpdateConfig(Section):
@@ -387,14 +387,14 @@ class UpdateConfig(Section):
     learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
-    batch_size: int | None = option(None, "--batch-size", ge=1, le=MOST, description="Episodes per optimizer step [all]")
+    batch_size: int | None = option(None, "--batch-size", ge=1, le=MAX_INT, description="Episodes per optimizer step [all]")
     gradient_accumulation_steps: int = option(
-        1, "--gradient-accumulation-steps", ge=1, le=MOST, description="Microbatches per step, at least"
+        1, "--gradient-accumulation-steps", ge=1, le=MAX_INT, description="Microbatches per step, at least"
     )
     microbatch_tokens: int | None = Field(
         None,
         ge=1,
-        le=MOST,
+        le=MAX_INT,
         description="Tokens in one forward/backward, padding included [what a GPU holds, else 1536]",
     )
     gradient_checkpointing: bool = Field(False, description="Compute layers again in the backward pass: less memory, slower")
@@ -403,7 +403,7 @@ class UpdateConfig(Section):
     )
     epochs: int = Field(1, ge=1, le=100, description="Passes over the episodes of an iteration")
     max_kl: float | None = Field(None, gt=0, description="Stop further passes if the KL to the starting policy is above this")
-    warmup: int = Field(0, ge=0, le=MOST, description="Number of first iterations in which the learning rate rises")
+    warmup: int = Field(0, ge=0, le=MAX_INT, description="Number of first iterations in which the learning rate rises")
     decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="How the learning rate falls after that, to 0 at the end"
     )
@@ -411,7 +411,7 @@ class UpdateConfig(Section):
         None,
         "--save-every",
         ge=1,
-        le=MOST,
+        le=MAX_INT,
         description="Keep every Nth checkpoint, ends of epochs, the best and the last [all]",
     )
     mask_truncated: bool = Field(
@@ -460,7 +460,7 @@ class SearchConfig(Section):
     rounds: int | None = Field(None, ge=1, le=1000, description="apo: rounds of critique and edit")
     beam_width: int | None = Field(None, ge=1, le=64, description="apo: candidates kept after a round")
     branch_factor: int | None = Field(None, ge=1, le=64, description="apo: edits per candidate")
-    max_rollouts: int | None = Field(None, ge=1, le=MOST, description="gepa: maximum episodes for choosing")
+    max_rollouts: int | None = Field(None, ge=1, le=MAX_INT, description="gepa: maximum episodes for choosing")
 
 
 SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_rollouts")
@@ -472,7 +472,9 @@ class EvalConfig(Section):
 
     PANEL: ClassVar = "Learning"
 
-    every: int | None = option(None, "--eval-every", ge=1, le=MOST, description="Evaluate every Nth version on held-out tasks")
+    every: int | None = option(
+        None, "--eval-every", ge=1, le=MAX_INT, description="Evaluate every Nth version on held-out tasks"
+    )
     dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
     split: str = Field("test", description="Their split")
     tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
@@ -536,7 +538,7 @@ class AgentConfig(Section):
     )
     unsafe: bool = option(False, "--agent-unsafe", description="Run a program without the sandbox")
     timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Time limit per episode")
-    memory_mb: int = Field(2048, ge=64, le=MOST, description="Memory of its processes, in MB")
+    memory_mb: int = Field(2048, ge=64, le=MAX_INT, description="Memory of its processes, in MB")
     processes: int = Field(256, ge=1, le=65_536, description="Maximum processes at once")
     output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="Maximum output; its head and tail are kept")
     max_calls: int = Field(200, ge=1, le=100_000, description="Maximum model calls per episode")
@@ -601,7 +603,7 @@ class RunConfig(Section):
         3, "--epochs", "--total-epochs", panel="Learning", ge=1, le=100_000, description="Passes over the dataset"
     )
     iterations: int | None = option(
-        None, "--iterations", panel="Learning", ge=1, le=MOST, description="Length in iterations, instead of epochs"
+        None, "--iterations", panel="Learning", ge=1, le=MAX_INT, description="Length in iterations, instead of epochs"
     )
     env: str | None = option(
         None, "--env", panel="What it trains on", description="Name of an env, or package.module:name [the dataset's]"

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from typing import Any, Self, TypeVar, overload
 from urllib.parse import urlsplit
 
-from agentrl.workflow.annotations import MOST_DATA, Annotation, check
+from agentrl.workflow.annotations import MAX_DATA, Annotation, check
 from agentrl.workflow.errors import ConfigError, ServiceError
 
 EMIT_URL, EMIT_KEY = "AGENTRL_EMIT_URL", "AGENTRL_EMIT_KEY"
@@ -33,7 +33,7 @@ REWARD = "reward"
 PATIENCE_SECONDS = 60.0
 """How long an endpoint that is away is waited for."""
 TIMEOUT_SECONDS = 30.0
-MOST_TRACE = 8000
+MAX_TRACE = 8000
 F = TypeVar("F", bound=Callable[..., Any])
 Sink = Callable[[Annotation], None]
 _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
@@ -93,8 +93,8 @@ def emit_exception(error: BaseException) -> None:
     Raises:
         ServiceError: it could not be written.
     """
-    lines = "".join(traceback.format_exception(error))[-MOST_TRACE:]
-    _emit("exception", type(error).__name__[:100], {"message": str(error)[:MOST_TRACE], "traceback": lines})
+    lines = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+    _emit("exception", type(error).__name__[:100], {"message": str(error)[:MAX_TRACE], "traceback": lines})
 
 
 class Operation:
@@ -191,7 +191,7 @@ def _emit(kind: str, name: str, data: Mapping[str, Any], step: int | None = None
         check(made)
     except ValueError as error:
         said = str(error)
-        raise ConfigError(f"{said[:1].upper()}{said[1:]}.", f"Pass at most {MOST_DATA} bytes of plain JSON.") from None
+        raise ConfigError(f"{said[:1].upper()}{said[1:]}.", f"Pass at most {MAX_DATA} bytes of plain JSON.") from None
     sink(made)
 
 

@@ -32,7 +32,7 @@ _CLASSES = {
 PACKAGE = "agentrl.workflow"
 CODE_PREFIX = "agentrl_code_"
 """What modules are called that were written for what stood in a notebook or a script, with their content's hash behind it."""
-MOST_FILES = 1000
+MAX_FILES = 1000
 """The files of a folder among which a misspelt module is looked for."""
 ROOT = Path(__file__).parents[2]
 """The folder that holds the package: a checkout, or `site-packages`."""
@@ -190,7 +190,7 @@ def _user_position() -> int:
 def _path_hint(module: str = "") -> str:
     """Where a person's own module is looked for: a worker's folder is not that of the command."""
     here = Path.cwd()
-    near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MOST_FILES)), 1) if module else []
+    near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
     return f"{meant}Pass package.module:name; agentrl searches PYTHONPATH and {str(here)!r}."
 

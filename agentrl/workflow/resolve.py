@@ -18,9 +18,9 @@ from agentrl.workflow.errors import ConfigError, did_you_mean
 ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
 """A key this like one of ours, or like a section, is that one with a slip of the finger."""
-LARGEST_FILE = 1 << 20
+MAX_FILE = 1 << 20
 """The most bytes of a config file."""
-MOST_DIGITS = 100
+MAX_DIGITS = 100
 OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """Other names of keys and flags -> the name: a section that is given as one text, and older names."""
 TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """The whole number of a node."""
-        if len(node.value) > MOST_DIGITS:
+        if len(node.value) > MAX_DIGITS:
             said = f"a number of {len(node.value)} digits is too large"
             raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
         return super().construct_yaml_int(node)
@@ -163,9 +163,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise ConfigError(f"The config {str(path)!r} is larger than {LARGEST_FILE} bytes.", "Is it the right file?")
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise ConfigError(f"The config {str(path)!r} is larger than {MAX_FILE} bytes.", "Is it the right file?")
         tree = _load_yaml(data.decode())
     except OSError as error:
         raise ConfigError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from error

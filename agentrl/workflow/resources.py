@@ -11,8 +11,8 @@ from typing import Any
 SYSTEM_PROMPT = "system_prompt"
 TOOL = "tool:"
 """What the name of a tool's description begins with."""
-MOST = 64
-LONGEST = 32_768
+MAX_RESOURCES = 64
+MAX_RESOURCE_CHARS = 32_768
 """Characters of a text."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_:./-]{0,127}")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -50,8 +50,8 @@ def fault_of(text: Any, before: str | None = None) -> str:
         return f"it is of type {type(text).__name__:.100}"
     if not text.strip():
         return "it is empty"
-    if len(text) > LONGEST:
-        return f"it has {len(text)} characters, at most {LONGEST} are allowed"
+    if len(text) > MAX_RESOURCE_CHARS:
+        return f"it has {len(text)} characters, at most {MAX_RESOURCE_CHARS} are allowed"
     if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
         return "it contains an invalid character"
     lost = () if before is None else places(before) - places(text)
@@ -64,8 +64,8 @@ def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: one is none.
     """
-    if len(values) > MOST:
-        raise ValueError(f"a run has at most {MOST} resources, not {len(values)}")
+    if len(values) > MAX_RESOURCES:
+        raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")
     for name, text in values.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"a resource's name may have letters, digits and _:./-, not {name!r:.100}")

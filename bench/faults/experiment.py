@@ -26,7 +26,7 @@ DEADLINE_SECONDS = 150.0
 POLL_SECONDS = 0.05
 """Each look at the run's status opens the database: more of them cost a tenth of an experiment."""
 STOP_SECONDS = 15.0
-MOST_DEATHS = 20
+MAX_DEATHS = 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ELSEWHERE = ("AGENTRL_DATABASE_URL", "AGENTRL_BROKER_URL", "AGENTRL_CHECKPOINTS", "AGENTRL_SUPERVISOR")
 ROLES = (("rollout", "train"), ("tools",), ("control",))
@@ -129,7 +129,7 @@ class Experiment:
     def _follow(self) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while (status := self.status()) != "done":
-            if status in ("failed", "paused") or time.monotonic() > deadline or len(self.deaths) > MOST_DEATHS:
+            if status in ("failed", "paused") or time.monotonic() > deadline or len(self.deaths) > MAX_DEATHS:
                 self.violations.append(f"I1: the run is {status or 'not there'}\n{self.logs()}")
                 return
             self._mind()

@@ -55,7 +55,7 @@ WITHOUT_WORKER = ("submit.after", "control.after")
 """Points of a process that runs no job: the submitter and the control loop."""
 
 ACTIONS = ("kill", "raise", "sleep")
-MOST_HITS = 100
+MAX_HITS = 100
 
 _PRELOADED = (
     "torch._dynamo",
@@ -368,7 +368,7 @@ def play(
 def _following(case: Case, touched: bool, on: bool) -> int:
     """The hit to try next; 0 for none."""
     if on:
-        return case.hit + 1 if touched and case.hit < MOST_HITS else 0
+        return case.hit + 1 if touched and case.hit < MAX_HITS else 0
     return 0 if touched else case.hit - 1
 
 

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 RETRIES = 40
 PAUSE_SECONDS = 0.1
-LONGEST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 """Longer than any fault lasts."""
 
 _NUMBER = {"type": "integer"}
@@ -54,7 +54,7 @@ def _ask(llm: Any, messages: list[Any], stream: bool) -> dict[str, Any]:
     for tried in range(RETRIES):
         asked = Request(f"{llm.base_url}/chat/completions", body, {**headers, "X-Stainless-Retry-Count": str(tried)})
         try:
-            with urlopen(asked, timeout=LONGEST_SECONDS) as answer:
+            with urlopen(asked, timeout=MAX_SECONDS) as answer:
                 return _streamed(answer) if stream else _message(json.load(answer)["choices"][0]["message"])
         except HTTPError as error:
             if error.code < 500 and error.code != 429:

@@ -43,7 +43,7 @@ COMMON = (
 RECIPES: dict[str, Mapping[str, float]] = {}
 """Algorithm -> keys of the config that it needs and the others do not. Who is not here has the defaults."""
 
-LONGEST_SECONDS = 7200.0
+MAX_SECONDS = 7200.0
 BUILD = Path("build")
 REWARDS = "SELECT mean_reward, seconds FROM v_iterations WHERE run = 'learn' AND status = 'done' ORDER BY iteration"
 PICTURE, TABLE, ROWS = BUILD / "learn.svg", BUILD / "learn.md", BUILD / "learn.json"
@@ -101,9 +101,7 @@ def warm_start(words: Sequence[str] = ARITHMETIC, name: str = "tiny-arithmetic")
     folder = home / "models" / name
     if not (folder / "config.json").exists():
         environment = {**os.environ, "AGENTRL_HOME": str(home)}
-        subprocess.run(
-            [sys.executable, "-m", "agentrl.cli", "sft", *words], env=environment, check=True, timeout=LONGEST_SECONDS
-        )
+        subprocess.run([sys.executable, "-m", "agentrl.cli", "sft", *words], env=environment, check=True, timeout=MAX_SECONDS)
     return folder
 
 
@@ -149,7 +147,7 @@ def played(name: str, options: str, seed: int, start: Path, weights: str, module
             capture_output=True,
             text=True,
             check=False,
-            timeout=LONGEST_SECONDS,
+            timeout=MAX_SECONDS,
         )
         with stack.database.read() as tx:
             rows = [tuple(row) for row in tx.execute(text(REWARDS))]

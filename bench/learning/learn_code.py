@@ -33,7 +33,7 @@ ENDS = 6
 RUN, DATASET = "learn-code", "code_tiny"
 EPOCHS, ITERATIONS = 3, 48
 HELD_OUT = ("--dataset", DATASET, "-n", "128", "--json")
-LONGEST_SECONDS = 7200.0
+MAX_SECONDS = 7200.0
 SHARES = "SELECT avg(value) FROM v_rewards WHERE run = :run AND part = 'tests_passed' GROUP BY iteration ORDER BY iteration"
 DONE = "SELECT count(*) FROM v_iterations WHERE run = :run AND status = 'done'"
 OPEN = "SELECT count(*) FROM tool_calls WHERE run = :run AND result IS NULL"
@@ -116,7 +116,7 @@ def _said(stack: Stack, seconds: dict[str, float], command: str, *arguments: str
     started = time.monotonic()
     print("==", command, *arguments, file=sys.stderr, flush=True)
     whole = [sys.executable, "-m", "agentrl.cli", command, *arguments]
-    done = subprocess.run(whole, env=stack.environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LONGEST_SECONDS)
+    done = subprocess.run(whole, env=stack.environment, stdout=subprocess.PIPE, text=True, check=True, timeout=MAX_SECONDS)
     name = command if command not in seconds else f"{command} again"
     seconds[name] = time.monotonic() - started
     return done.stdout

@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, Any] = {
     "dataset.name": "arithmetic", "model.path": "tiny", "rollout.group_size": 4, "rollout.tasks_per_iteration": 8,
     "rollout.max_new_tokens": 24, "name": "counts",
 }  # fmt: skip
-MOST = 0.05
+MAX_ADDED = 0.05
 """The greatest share that `fit` may add."""
 
 COUNTING = """
@@ -62,10 +62,10 @@ def measure() -> Measured:
         mean, margin = interval([ours / other - 1 for ours, other in zip(fitted, submitted, strict=True)])
         medians = [statistics.median(seconds) for seconds in (submitted, fitted)]
         once = statistics.median(pair[2] for pair in found)
-        rows.append(["an iteration", *medians, mean, mean + margin, "yes" if mean + margin <= MOST else "no", once])
+        rows.append(["an iteration", *medians, mean, mean + margin, "yes" if mean + margin <= MAX_ADDED else "no", once])
         name = "an iteration by fit, processor s of all processes"
         comparisons.append(Comparison(name, fitted, submitted, "s", "agentrl submit --wait", "less"))
-    columns = ["what", "submit s", "fit s", "added", "95% at most", f"within {MOST:.0%}", "added once s"]
+    columns = ["what", "submit s", "fit s", "added", "95% at most", f"within {MAX_ADDED:.0%}", "added once s"]
     return Measured([Table("what fit adds", columns, [*rows, *cases.rows()], load())], comparisons, cases.unmeasured)
 
 

@@ -202,7 +202,7 @@ def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(
     for place, said in (("pipe", "is no file"), (".", "is no file"), ("/dev/zero", "is no file"), ("loop", "Cannot read")):
         with pytest.raises(DatasetError, match=said):
             read_traces(tmp_path / place)
-    monkeypatch.setattr(trace_files, "LARGEST", replace(trace_files.LARGEST, bytes=2**24, spans=20_000))
+    monkeypatch.setattr(trace_files, "TRACE_FILE_BOUNDS", replace(trace_files.TRACE_FILE_BOUNDS, bytes=2**24, spans=20_000))
     (tmp_path / "lines.gz").write_bytes(gzip.compress(b"{}\n" * 500_000, 1))
     tracemalloc.start()
     try:

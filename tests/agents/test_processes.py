@@ -218,7 +218,7 @@ def test_an_agent_that_is_no_longer_wanted_is_not_waited_for_while_it_is_importe
 
 
 def test_the_interpreters_that_were_not_used_for_longest_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MOST_SERVERS", 2)
+    monkeypatch.setattr(processes, "MAX_SERVERS", 2)
     for name in ("answers", "nothing", "answers_later", "answers"):
         ran(name)
     warm = [spec for spec, place in servers._places.items() if place.server is not None]

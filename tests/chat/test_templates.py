@@ -15,7 +15,7 @@ from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.template_probe import NAME
 from agentrl.workflow.chat.templates import (
-    MOST_BYTES,
+    MAX_BYTES,
     check_template,
     read_template,
     remark_on_tools,
@@ -196,7 +196,7 @@ def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format
     [
         (b"{% if %}", "not valid Jinja, line 1: Expected an expression"), 
         (b"\xff\xfe{{", "not UTF-8"), (b"{{ x }" * 10, "not valid Jinja"),
-        (b"{{ a }}" * MOST_BYTES, "more than 131072 bytes"), (b"{% nonsense %}", "unknown tag 'nonsense'"),
+        (b"{{ a }}" * MAX_BYTES, "more than 131072 bytes"), (b"{% nonsense %}", "unknown tag 'nonsense'"),
         (b"{{ " + b"(" * 5000 + b" }}", "not valid Jinja"),
     ],
 )  # fmt: skip

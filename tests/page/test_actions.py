@@ -165,7 +165,7 @@ def test_what_a_command_prints_is_cleaned_and_only_its_end_is_told(trained: Data
     scripted(monkeypatch, "print('x' * 10**6); print('\\x1b[31mred\\x1b[0m \\x07 end'); raise SystemExit(3)")
     ((_, said),) = post(application(store(trained), actions=True), ("tag", {"run": 1, "text": "a"}))
     assert said["exit_code"] == 3
-    assert len(said["output"]) <= actions.MOST_OUTPUT + 3
+    assert len(said["output"]) <= actions.MAX_OUTPUT + 3
     assert said["output"].startswith("...x")
     assert said["output"].endswith("red \ufffd end\n")
 

@@ -17,7 +17,7 @@ from agentrl.workflow.store.migrate import current, downgrade, head, open_databa
 from tests.support.demo_store import ELSEWHERE, pack
 from tests.support.page_answers import PageOver
 
-MOST_BYTES = 400_000
+MAX_BYTES = 400_000
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def page_over(where: Settings, database: Database) -> PageOver:
 
 
 def test_what_comes_along_is_small() -> None:
-    assert sum(file.stat().st_size for file in demo.DATA.iterdir()) <= MOST_BYTES
+    assert sum(file.stat().st_size for file in demo.DATA.iterdir()) <= MAX_BYTES
 
 
 def test_the_demo_is_a_copy_of_this_codes_revision_in_a_folder_of_its_own(opened: Settings, shown: Database) -> None:

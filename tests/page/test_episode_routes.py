@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from agentrl.workers.page.routes.episode_routes import MOST_TOKENS
+from agentrl.workers.page.routes.episode_routes import MAX_TOKENS
 from agentrl.workers.page.shown.token_texts import join_pieces
 from agentrl.workflow.analysis.token_strip import ELSEWHERE
 from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
@@ -486,7 +486,7 @@ def test_an_episode_of_32_000_tokens_and_200_turns_answers_at_once(database: Dat
     page = PageOver(database)
     assert page.read("/api/episodes/1/tokens", size=1)["total"] == 32_000
     asked: list[tuple[str, dict[str, int]]] = [("/api/episodes/1", {})]
-    asked += [("/api/episodes/1/tokens", {"start": at, "size": MOST_TOKENS}) for at in (0, 16_000, 31_000)]
+    asked += [("/api/episodes/1/tokens", {"start": at, "size": MAX_TOKENS}) for at in (0, 16_000, 31_000)]
     asked += [("/api/episodes/1/text", {"of": "steps/199/content"})]  # type: ignore[dict-item]
     for path, how in asked:
         best = min(_seconds(page, path, how) for _ in range(3))

@@ -134,7 +134,7 @@ def test_evaluations_without_a_task_in_common_have_nothing_to_compare(database: 
 def test_only_the_tasks_that_differ_most_are_listed(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(database, "one", 1.0, 0.5, 0.0)
     measured(database, "two", 1.0, 1.0, 1.0)
-    monkeypatch.setattr(eval_routes, "MOST_TASKS", 1)
+    monkeypatch.setattr(eval_routes, "MAX_TASKS", 1)
     found = PageOver(database).read("/api/compare", a=1, b=2)
     assert [task["difference"] for task in found["tasks"]] == [0.5]
     assert found["left_out"] == 2

@@ -295,7 +295,7 @@ def test_silence_is_broken_by_comments(database: Database, served: Served, monke
 def test_more_pages_than_there_is_room_for_are_503_with_when_to_come_again(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "MOST_LISTENERS", 2)
+    monkeypatch.setattr(live, "MAX_LISTENERS", 2)
     planning.submit(database, submission())
     pages = [served.listen(1), served.listen()]
     for page in pages:

@@ -377,7 +377,7 @@ def test_lanes_say_who_worked_when_in_the_newest_iterations(grown: Database) -> 
 
 def test_lanes_say_how_many_spans_they_leave_out(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/lanes?from=2&to=3")
-    monkeypatch.setattr(lanes, "MOST_SPANS", 100)
+    monkeypatch.setattr(lanes, "MAX_SPANS", 100)
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/lanes?from=2&to=3")
     assert len(found["spans"]) == 100
     assert found["left_out"] == len(whole["spans"]) - 100
@@ -421,7 +421,7 @@ def test_an_iteration_on_stored_groups_has_those_of_the_other_run_with_its_own_a
 
 
 def test_an_iteration_of_too_many_episodes_leaves_whole_groups_out(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration_details, "MOST_EPISODES", 20)
+    monkeypatch.setattr(iteration_details, "MAX_EPISODES", 20)
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/iterations/1")
     assert [len(group["episodes"]) for group in found["groups"]] == [8, 8]
     assert found["left_out"] == 14

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from agentrl.workers.page.read_only import ReadOnlyStore
-from agentrl.workers.page.routes.sql_routes import MOST_BODY
+from agentrl.workers.page.routes.sql_routes import MAX_BODY
 from agentrl.workers.page.service import application
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
@@ -96,7 +96,7 @@ def test_a_body_that_is_no_query_is_refused(sqlite: Database) -> None:
 
 def test_a_body_that_is_too_long_is_refused(sqlite: Database) -> None:
     where = Settings(database_url=sqlite.url.render_as_string(hide_password=False))
-    status, found = post(where, b" " * (MOST_BODY + 1))
+    status, found = post(where, b" " * (MAX_BODY + 1))
     assert (status, "more than 100000 bytes" in found["error"]) == (403, True)
 
 

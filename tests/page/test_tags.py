@@ -59,11 +59,11 @@ def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database) -> No
 
 
 def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    tags_and_notes.change_tags(labelled, "first", [str(number) for number in range(tags_and_notes.MOST_TAGS)])
+    tags_and_notes.change_tags(labelled, "first", [str(number) for number in range(tags_and_notes.MAX_TAGS)])
     with pytest.raises(ConflictError, match="at most 100 tags"):
         tags_and_notes.change_tags(labelled, "first", ["more"])
     assert tags_and_notes.change_tags(labelled, "first", ["more"], ["0"])[-1] == "more"
-    monkeypatch.setattr(tags_and_notes, "MOST_NOTES", 2)
+    monkeypatch.setattr(tags_and_notes, "MAX_NOTES", 2)
     tags_and_notes.add_note(labelled, "first", "one")
     tags_and_notes.add_note(labelled, "first", "two")
     with pytest.raises(ConflictError, match="at most 2 notes"):

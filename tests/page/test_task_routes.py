@@ -106,7 +106,7 @@ def test_a_run_on_stored_groups_has_the_tasks_of_those(grown: Database) -> None:
 def test_a_page_of_too_many_episodes_says_how_many_groups_it_did_not_read(
     grown: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_rows, "MOST_EPISODES", 80)
+    monkeypatch.setattr(task_rows, "MAX_EPISODES", 80)
     found = PageOver(grown).read("/api/runs/1/tasks", size=20)
     assert found["left_out"] == 10
     assert [row["best"] is None for row in found["rows"]] == [False] * 10 + [True] * 10

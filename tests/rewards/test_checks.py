@@ -179,11 +179,11 @@ def test_calls_that_depend_on_what_came_before_are_made_in_turns_and_not_for_eve
         (task,) = loaded(tmp_path, human("up", 'def up(n):\n    """n + 1"""\n', "    return n + 1\n", test))
         return task
 
-    for depth in (3, code_judge.MOST_ROUNDS + 1):
+    for depth in (3, code_judge.MAX_ROUNDS + 1):
         assert earned(nested(depth).reference, nested(depth)) == 1.0, "what the reference gives too is asked at once"
         assert earned("def up(n): return n + 3", nested(depth)) == 0.0
     assert earned("def up(n): return n + 2", nested(3)) == 1.0, "another way is followed"
-    assert earned("def up(n): return n + 2", nested(code_judge.MOST_ROUNDS + 1)) == 0.0, "but not for ever"
+    assert earned("def up(n): return n + 2", nested(code_judge.MAX_ROUNDS + 1)) == 0.0, "but not for ever"
 
 
 def test_the_session_of_an_answer_sees_the_arguments_of_its_calls_and_nothing_that_is_expected() -> None:
@@ -221,7 +221,7 @@ def test_outcome_refuses_an_argument_that_its_source_does_not_make_again(name: s
 
 def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(box: None, tmp_path: Path) -> None:
     for test in (
-        f"    for n in range({program_tests.MOST_CALLS + 1}):\n        assert candidate(n) == n",
+        f"    for n in range({program_tests.MAX_CALLS + 1}):\n        assert candidate(n) == n",
         "    while True: candidate(1)",
     ):
         (task,) = loaded(

@@ -24,7 +24,7 @@ from agentrl.workflow.judging.assertions import all_cases, read_asserts
 from agentrl.workflow.plugins import find
 from agentrl.workflow.reference_check import reference_problems
 from agentrl.workflow.rewards import progress, score, tests_passed
-from agentrl.workflow.rewards.progress import MOST_TRIED
+from agentrl.workflow.rewards.progress import MAX_TRIED
 from agentrl.workflow.rewards.tests_passed import read_code
 from agentrl.workflow.sandbox import Result
 from agentrl.workflow.sandbox.function_tests import Case
@@ -306,8 +306,8 @@ def test_a_program_that_raises_the_share_of_the_visible_tests_earns_its_step_the
 
 
 def test_no_more_than_the_first_programs_of_an_episode_are_judged() -> None:
-    tried = trying(*(f"print({number})" for number in range(MOST_TRIED + 2)))
-    assert [len(step) for step in find("rewards", "progress").asks(tried)["tried"]] == [1] * MOST_TRIED + [0, 0, 0]
+    tried = trying(*(f"print({number})" for number in range(MAX_TRIED + 2)))
+    assert [len(step) for step in find("rewards", "progress").asks(tried)["tried"]] == [1] * MAX_TRIED + [0, 0, 0]
 
 
 def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from agentrl.workflow.errors import ConfigError, InfraError, ServiceError
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.server_responses import ChatReply
 from agentrl.workflow.plugins import find
-from agentrl.workflow.resources import LONGEST, MOST, Prompt, fault_of, read_resources
+from agentrl.workflow.resources import MAX_RESOURCE_CHARS, MAX_RESOURCES, Prompt, fault_of, read_resources
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, score
 from agentrl.workflow.search.beam import edited
-from agentrl.workflow.search.feedback import LONGEST as LONGEST_TOLD
+from agentrl.workflow.search.feedback import MAX_FEEDBACK_CHARS as MAX_TOLD
 from agentrl.workflow.search.feedback import told
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task, ToolCall, ToolResult
@@ -128,7 +128,7 @@ NONSENSE = {
     "no tags": "I would rather not.",
     "tags of nothing": "<prompt>  </prompt>",
     "a prompt without its place": "<prompt>Solve it.</prompt> ```\nSolve it.\n```",
-    "a prompt that is too long": f"<prompt>{{question}} {'x' * LONGEST}</prompt>",
+    "a prompt that is too long": f"<prompt>{{question}} {'x' * MAX_RESOURCE_CHARS}</prompt>",
     "no characters": "<prompt>{question} \ud800</prompt>",
     "a zero": "<prompt>{question} \0</prompt>",
     "tags in tags": "<prompt>" * 1000 + "</prompt>" * 1000,
@@ -276,8 +276,8 @@ def test_a_prompt_fills_its_places_and_nothing_else() -> None:
     [
         ({"prompt": ""}, "it is empty"),
         ({"a b": "x"}, "letters, digits"),
-        ({"prompt": "x" * (LONGEST + 1)}, "32768 are allowed"),
-        ({f"p{number}": "x" for number in range(MOST + 1)}, "at most 64"),
+        ({"prompt": "x" * (MAX_RESOURCE_CHARS + 1)}, "32768 are allowed"),
+        ({f"p{number}": "x" for number in range(MAX_RESOURCES + 1)}, "at most 64"),
         ({"prompt": ["x"]}, "it is of type list"),
     ],
 )
@@ -302,7 +302,7 @@ def test_an_episode_is_told_to_a_critic_in_bounds() -> None:
         Task("t", (), "z" * 100_000), steps=(step,) * 20, status="done", rewards={f"p{n}": 1.0 for n in range(999)}, reward=0.5
     )
     text = told(Group(long.task, (long, long)))
-    assert len(text) < 2 * LONGEST_TOLD + 200
+    assert len(text) < 2 * MAX_TOLD + 200
     short = Episode(
         TASKS[0],
         steps=(Step(0, (), (), (), (), "stop", Message("assistant", "", tool_calls=(call,)), 0, results=results[:1]),),

@@ -65,7 +65,7 @@ def test_a_thousand_tasks_of_zeros_and_ones_are_counted_and_not_drawn() -> None:
 def test_drawn_worlds_give_what_counted_ones_give_and_the_seed_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = [(i % 7 - 2.5) / 5 for i in range(60)]
     exact, counted_all = sign_flip(differences)
-    monkeypatch.setattr(module, "MOST_STEPS", 0)
+    monkeypatch.setattr(module, "MAX_STEPS", 0)
     drawn, method = sign_flip(differences, seed=3)
     assert (counted_all, method) == ("exact", "drawn")
     assert drawn == pytest.approx(exact, abs=0.02)

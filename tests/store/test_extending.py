@@ -12,7 +12,7 @@ from sqlalchemy import text, update
 
 from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.checkpoints import sealed_folder
-from agentrl.workflow.config import MOST, build
+from agentrl.workflow.config import MAX_INT, build
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, ConflictError, StateError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning, retention, run_names, train_commits
@@ -134,7 +134,7 @@ def _cancelled(db: Database) -> None:
 def _long(db: Database) -> None:
     planning.submit(db, submission())
     with db.engine.begin() as tx:
-        tx.execute(update(tables.runs).values(iterations=MOST))
+        tx.execute(update(tables.runs).values(iterations=MAX_INT))
 
 
 def _collected(db: Database) -> None:

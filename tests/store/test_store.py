@@ -13,7 +13,7 @@ from agentrl.workers.requests.submit import submission_of
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ConflictError, Fenced, NotFoundError
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.rewards import LARGEST
+from agentrl.workflow.rewards import MAX_REWARD
 from agentrl.workflow.store import (
     blocked_runs,
     control_reads,
@@ -270,9 +270,9 @@ def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(data
 def test_the_largest_rewards_close_their_group(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
-    finish(database, work, 0, LARGEST)
-    assert finish(database, work, 1, -LARGEST) == rollout_claims.CompletedWork(True, None)
-    assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * LARGEST)]
+    finish(database, work, 0, MAX_REWARD)
+    assert finish(database, work, 1, -MAX_REWARD) == rollout_claims.CompletedWork(True, None)
+    assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * MAX_REWARD)]
 
 
 def test_of_groups_that_finish_at_once_exactly_one_is_told_that_the_iteration_is_ready(database: Database) -> None:

@@ -17,7 +17,7 @@ from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workers.requests.rescoring import rescore
 from agentrl.workflow import emitters
 from agentrl.workflow.agents.keys import new_emit_key, sampling_key
-from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_DATA, Annotation, rewards_of
+from agentrl.workflow.annotations import MAX_AT_ONCE, MAX_DATA, Annotation, rewards_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.store import episode_annotations
@@ -235,7 +235,7 @@ NO_ANNOTATIONS: list[tuple[Any, str]] = [
     ({**ONE, "seconds": -1}, "seconds are a number"),
     ({**ONE, "data": [1]}, "data are an object"),
     ({**ONE, "data": DEEP}, "levels deep"),
-    ({**ONE, "data": {"a": "x" * MOST_DATA}}, f"at most {MOST_DATA} bytes"),
+    ({**ONE, "data": {"a": "x" * MAX_DATA}}, f"at most {MAX_DATA} bytes"),
     ({**ONE, "kind": "reward", "data": {"value": "much"}}, "a reward is a finite number"),
     ({**ONE, "kind": "reward", "data": {"value": 1e31}}, "a reward is a finite number"),
     ({**ONE, "kind": "reward", "data": {"value": True}}, "a reward is a finite number"),
@@ -264,8 +264,8 @@ def test_a_body_that_is_no_list_of_annotations_is_refused(stage: Stage, served: 
 
 def test_nobody_says_too_much(stage: Stage, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, key = began(stage)
-    assert emit(served, key, *({**ONE, "id": str(n)} for n in range(MOST_AT_ONCE + 1))).status_code == 400
-    monkeypatch.setattr(episode_annotations, "MOST_OF_ATTEMPT", 2)
+    assert emit(served, key, *({**ONE, "id": str(n)} for n in range(MAX_AT_ONCE + 1))).status_code == 400
+    monkeypatch.setattr(episode_annotations, "MAX_OF_ATTEMPT", 2)
     assert emit(served, key, ONE).status_code == 200
     assert "at most 2" in emit(served, key, {**ONE, "id": "two"}, {**ONE, "id": "three"}).json()["error"]["message"]
     odd = {**ONE, "id": "odd", "name": "\udc00\x00", "data": {"\x00": "\ud800"}}

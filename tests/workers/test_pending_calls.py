@@ -90,9 +90,9 @@ def test_who_sends_again_in_vain_gives_up_with_the_reason_that_it_heard_last(
 def test_calls_wait_for_their_turn_where_the_tools_answer_others_but_not_for_ever(
     sqlite: Database, sent: Callable[[], list[int]], overdue: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_calls, "MOST_SENDINGS", 20)
+    monkeypatch.setattr(pending_calls, "MAX_SENDINGS", 20)
     waiting = Waiting(sqlite)
-    for _ in range(pending_calls.MOST_SENDINGS):
+    for _ in range(pending_calls.MAX_SENDINGS):
         pending_calls._replies().answer(10**6)
         waiting.calls.send_overdue()
     assert waiting.told == []

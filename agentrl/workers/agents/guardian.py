@@ -32,11 +32,11 @@ from agentrl.workflow.agents import LLM, AgentTask, read_result
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
 """The error class of an agent that something outside of it killed: no doing of its own."""
-MOST_RESULT = 1 << 20
+MAX_RESULT = 1 << 20
 """Bytes of what an agent may return."""
-MOST_FILES_BYTES = 1 << 30
+MAX_FILES_BYTES = 1 << 30
 """What a program may write into its folder, and in one file half of it."""
-MOST_FOLDERS = 10_000
+MAX_FOLDERS = 10_000
 LOOK_SECONDS = 0.2
 """Between two looks at what the agent uses."""
 END_SECONDS = 10.0
@@ -197,8 +197,8 @@ class _Watch:
             used = sum(map(_proportional, family)) >> 20
         if used > self.order.memory_mb:
             return "memory", f"it took {used} MB of memory, at most {self.order.memory_mb} (agent.memory_mb)"
-        if self.order.files and _written(self.order.files) > MOST_FILES_BYTES:
-            return "files", f"it wrote more than {MOST_FILES_BYTES >> 20} MB into its folder"
+        if self.order.files and _written(self.order.files) > MAX_FILES_BYTES:
+            return "files", f"it wrote more than {MAX_FILES_BYTES >> 20} MB into its folder"
         return None
 
     def _take(self, ready: Sequence[Any], output: int, result: int) -> None:
@@ -207,7 +207,7 @@ class _Watch:
             self._output.add(data)
             if not data:
                 time.sleep(LOOK_SECONDS / 20)
-        if result in ready and len(self._result) <= MOST_RESULT:
+        if result in ready and len(self._result) <= MAX_RESULT:
             self._result += os.read(result, 1 << 16)
 
     def _read(self, output: int, result: int, seconds: float) -> None:
@@ -246,8 +246,8 @@ class _Watch:
 
 def _said(order: Order, result: bytes) -> dict[str, Any]:
     """What the agent told, checked: a function's by the pipe, a program's in its file."""
-    if len(result) > MOST_RESULT:
-        raise ValueError(f"it has more than {MOST_RESULT} bytes")
+    if len(result) > MAX_RESULT:
+        raise ValueError(f"it has more than {MAX_RESULT} bytes")
     if not order.answer_file:
         if not result:
             return {"error_class": "exit", "error": "its process ended before it returned"}
@@ -267,9 +267,9 @@ def _read_answer(path: Path) -> Any:
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        data = file.read(MOST_RESULT + 1)
-    if len(data) > MOST_RESULT:
-        raise ValueError(f"it has more than {MOST_RESULT} bytes")
+        data = file.read(MAX_RESULT + 1)
+    if len(data) > MAX_RESULT:
+        raise ValueError(f"it has more than {MAX_RESULT} bytes")
     return json.loads(data) if data.strip() else None
 
 
@@ -298,7 +298,7 @@ def _become_agent(
         os.chdir(order.folder)
         if function is None:
             os.close(result)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILES_BYTES // 2,) * 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES // 2,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.execvpe(order.command[0], order.command, order.environment)
         code = _call(function, order, result)
@@ -379,7 +379,7 @@ def _proportional(pid: int) -> int:
 def _written(folder: str) -> int:
     """Bytes on disk of the files below a folder; of so many that counting them takes long, at least as many."""
     total, level = 0, [folder]
-    for _ in range(MOST_FOLDERS):
+    for _ in range(MAX_FOLDERS):
         if not level:
             break
         with suppress(OSError), os.scandir(level.pop()) as entries:
@@ -388,7 +388,7 @@ def _written(folder: str) -> int:
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         level.append(entry.path)
-    return total if not level else MOST_FILES_BYTES + 1
+    return total if not level else MAX_FILES_BYTES + 1
 
 
 def end_descendants(spared: Collection[int] = ()) -> None:

@@ -22,7 +22,7 @@ from agentrl.workflow.settings import settings
 
 START_SECONDS = 120.0
 """Time for an agent's module to be imported."""
-MOST_SERVERS = 8
+MAX_SERVERS = 8
 """Warm interpreters at once; the one that was asked for least recently ends first."""
 LOOK_SECONDS = 0.5
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
@@ -207,7 +207,7 @@ class AgentServers:
         """Ends those that are too many, but for one that is being started or used."""
         with self._lock:
             warm = [place for place in self._places.values() if place.server is not None]
-        for place in warm[: max(0, len(warm) - MOST_SERVERS)]:
+        for place in warm[: max(0, len(warm) - MAX_SERVERS)]:
             if place.lock.acquire(blocking=False):
                 try:
                     place.end()

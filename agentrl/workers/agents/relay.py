@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agentrl.workflow.runtime.once_per_process import Once
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 """Open connections of one agent."""
 
 
@@ -25,7 +25,7 @@ def relayed(path: Path, host: str, port: int) -> Iterator[None]:
 
 
 async def _listen(path: Path, host: str, port: int) -> asyncio.Server:
-    open_ones = asyncio.Semaphore(MOST_CONNECTIONS)
+    open_ones = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with open_ones:

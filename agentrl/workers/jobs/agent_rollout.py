@@ -46,7 +46,7 @@ log = getLogger("agentrl.agent_rollout")
 
 TIMEOUT = "timeout"
 """The error class of an agent that exceeded its time limit."""
-MOST_OPEN = 64
+MAX_OPEN = 64
 """The calls of one episode that are sampled at the same time; more are refused, to be tried again."""
 ANOTHER_CHOICE = "another choice of one request"
 _told_runs: set[int] = set()
@@ -466,7 +466,7 @@ class AgentSampling:
         if conversation.count >= self.agent.max_calls:
             said = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
             raise RequestError(429, said, code="max_calls")
-        most = settings().endpoint_calls if self.is_clients else MOST_OPEN
+        most = settings().endpoint_calls if self.is_clients else MAX_OPEN
         if len(conversation.open) >= most:
             raise RequestError(429, f"{most} calls of this episode are open, which is the limit.", code="rate_limit_exceeded")
 

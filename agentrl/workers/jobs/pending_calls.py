@@ -26,7 +26,7 @@ RESEND_SECONDS = 30.0
 RESENDS = 5
 """After this many in vain, nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
 
-MOST_SENDINGS = 50
+MAX_SENDINGS = 50
 """Where replies to other calls come, the tools are served and merely slow; but no call is sent more often than this."""
 
 _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
@@ -123,7 +123,7 @@ class PendingCalls:
                 continue
             slow = not waiting.refused and _replies().answered_at > waiting.sent
             waiting.in_vain = 0 if slow else waiting.in_vain + 1
-            if waiting.in_vain > RESENDS or waiting.sendings > MOST_SENDINGS:
+            if waiting.in_vain > RESENDS or waiting.sendings > MAX_SENDINGS:
                 said = f"Tool calls {waiting.calls} {waiting.fate}"
                 raise ServiceError(waiting.refused) if waiting.refused else InfraError(said, _TOOLS_WORKER_HINT)
             if not waiting.refused and not slow:  # in the same words for all episodes, so that the run's events say it once

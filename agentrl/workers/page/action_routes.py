@@ -34,7 +34,7 @@ Kind = Literal["verify", "fork", "rescore", "whatif", "tag", "untag", "note"]
 COMMAND = (sys.executable, "-m", "agentrl.cli")
 SECONDS: Mapping[str, float] = {"verify": 900, "fork": 300, "rescore": 900, "whatif": 900, "tag": 60, "untag": 60, "note": 60}
 """The longest that a command of each kind may take."""
-MOST_OUTPUT = 50_000
+MAX_OUTPUT = 50_000
 """The most characters of what a command printed that are told, from its end."""
 LOOK_SECONDS = 0.05
 
@@ -175,6 +175,6 @@ async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: fl
 
 def _read_end(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 4 * MOST_OUTPUT))
+    file.seek(max(0, size - 4 * MAX_OUTPUT))
     text = shown_text.clean(file.read().decode("utf-8", "replace"))
-    return text if len(text) <= MOST_OUTPUT and size <= 4 * MOST_OUTPUT else f"...{text[-MOST_OUTPUT:]}"
+    return text if len(text) <= MAX_OUTPUT and size <= 4 * MAX_OUTPUT else f"...{text[-MAX_OUTPUT:]}"

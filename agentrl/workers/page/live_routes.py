@@ -30,11 +30,11 @@ WORK_SECONDS = 2.0
 COMMENT_SECONDS = 15.0
 """After such a silence a comment is sent, so that nobody on the way takes the line for dead."""
 RETRY_MS = 2000
-MOST_LISTENERS = 64
-MOST_ROWS = 1000
+MAX_LISTENERS = 64
+MAX_ROWS = 1000
 """The most iterations of an event; a page that missed more asks for the curves anew."""
 
-_TOO_MANY = Busy(f"{MOST_LISTENERS} pages are already listening.", "Close some.")
+_TOO_MANY = Busy(f"{MAX_LISTENERS} pages are already listening.", "Close some.")
 
 router = APIRouter(prefix="/api", tags=["live"])
 
@@ -173,7 +173,7 @@ async def follow(
     of the list is empty: it is asked for again. `since` or `Last-Event-ID`: the id of the last event that was seen.
     """
     live: Live = request.app.state.live
-    if live.listeners >= MOST_LISTENERS:
+    if live.listeners >= MAX_LISTENERS:
         return refuse(_TOO_MANY)
     return StreamingResponse(_events(live, run, last_event_id or since), media_type="text/event-stream")
 
@@ -181,7 +181,7 @@ async def follow(
 async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]:
     known, mark = _parse_id(last)
     yield f"retry: {RETRY_MS}\n\n"
-    if live.listeners >= MOST_LISTENERS:  # others came in while this one did
+    if live.listeners >= MAX_LISTENERS:  # others came in while this one did
         yield _event("busy", {"error": _TOO_MANY.message})
         return
     async with aclosing(live.listen(run)) as looks:
@@ -222,7 +222,7 @@ def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
     def read(db: Within) -> dict[str, Any]:
         name = run_rows.run_name(db.tx, run)
         (row,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
-        rows = curves.load_curves(db, name, since, MOST_ROWS).rows
+        rows = curves.load_curves(db, name, since, MAX_ROWS).rows
         return {"run": run, "iterations": rows, "run_row": row, "progress": run_rows.count_progress(db, name)}
 
     return look(store, read)

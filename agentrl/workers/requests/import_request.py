@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from agentrl.workers.requests.serve_request import recorded_submission, serve_config
 from agentrl.workflow.adapters import Adapter, Turn
-from agentrl.workflow.annotations import MOST_NAME, MOST_OF_ATTEMPT, Annotation, rewards_of
+from agentrl.workflow.annotations import MAX_NAME, MAX_OF_ATTEMPT, Annotation, rewards_of
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import settle_chat
 from agentrl.workflow.config import RunConfig, build
@@ -27,10 +27,10 @@ from agentrl.workflow.store.imported_runs import EXACT, ImportedEpisode
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.trajectory import PolicyRef, StopReason, Task
 
-MOST_TURNS = 1000
+MAX_TURNS = 1000
 """Of an episode."""
-MOST_EPISODES = 100_000
-MOST_DEPTH = 64
+MAX_EPISODES = 100_000
+MAX_DEPTH = 64
 """Spans above a turn among which another of the same call is looked for."""
 
 
@@ -71,7 +71,7 @@ class _Read:
         kept = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
         for span, turn in self.turns:
             inner, above, depth = (span.trace_id, span.span_id), parents[span.trace_id, span.span_id], 0
-            while above and depth < MOST_DEPTH and inner in kept:
+            while above and depth < MAX_DEPTH and inner in kept:
                 outer, depth = (span.trace_id, above), depth + 1
                 if outer in kept and _is_one_call(kept[outer], turn):
                     del kept[inner if kept[outer].exact and not turn.exact else outer]
@@ -111,8 +111,8 @@ def prepare_import(
         read = [each for each in read if each.exact]
     if not read:
         raise _nothing(left_out)
-    if len(read) > MOST_EPISODES:
-        raise DatasetError(f"There are more than {MOST_EPISODES} episodes.", "Split the file, and import the parts.")
+    if len(read) > MAX_EPISODES:
+        raise DatasetError(f"There are more than {MAX_EPISODES} episodes.", "Split the file, and import the parts.")
     ref = ref or starting_policy(config.model.path, config.dataset.name)
     folder = model_folder(ref.base, config.model.trust_remote_code)
     settled = build(serve_config(config, name, {}).flat())
@@ -159,8 +159,8 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
     if not found.turns:
         left_out["no model turn"] += 1
         return None
-    if len(found.turns) > MOST_TURNS or len(found.said) > MOST_OF_ATTEMPT:
-        left_out[f"more than {MOST_TURNS} turns or {MOST_OF_ATTEMPT} other spans"] += 1
+    if len(found.turns) > MAX_TURNS or len(found.said) > MAX_OF_ATTEMPT:
+        left_out[f"more than {MAX_TURNS} turns or {MAX_OF_ATTEMPT} other spans"] += 1
         return None
     return found
 
@@ -172,7 +172,7 @@ def _is_one_call(outer: Turn, inner: Turn) -> bool:
 
 def _in_short(span: Span, why: str) -> Annotation:
     """What is kept of a span that is not kept whole."""
-    return Annotation(f"span:{span.span_id}", "span", span.name[:MOST_NAME], {"left_out": why[:200]}, seconds=span.seconds)
+    return Annotation(f"span:{span.span_id}", "span", span.name[:MAX_NAME], {"left_out": why[:200]}, seconds=span.seconds)
 
 
 def _turn(reader: Adapter, span: Span) -> Turn | None:

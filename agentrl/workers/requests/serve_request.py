@@ -14,9 +14,9 @@ from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.served_runs import KEEP_DAYS
 from agentrl.workflow.trajectory import PolicyRef, Task
 
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 """Calls of one episode; the next one opens another."""
-LONGEST_TURN = 131_072
+MAX_TURN = 131_072
 """Tokens of a turn, unless its client wants fewer; the model's window ends it before."""
 
 
@@ -55,8 +55,8 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
     values = {**sampling_values(config), **SINGLE_PASS, **{key: default[key] for key in left_out}, "name": name}
     values |= {key: value for key, value in default.items() if key.startswith("agent.")}
-    values |= {"agent.name": CLIENTS, "agent.max_calls": MOST_CALLS, "agent.own_rewards": True}
-    values |= {"rollout.max_new_tokens": LONGEST_TURN, "rollout.group_size": 1, "rollout.tasks_per_iteration": 1}
+    values |= {"agent.name": CLIENTS, "agent.max_calls": MAX_CALLS, "agent.own_rewards": True}
+    values |= {"rollout.max_new_tokens": MAX_TURN, "rollout.group_size": 1, "rollout.tasks_per_iteration": 1}
     return build(values | {f"rollout.{key}": value for key, value in rollout.items() if value is not None})
 
 

@@ -23,7 +23,7 @@ from agentrl.workers.serving.endpoint_app import ANNOTATIONS, Read
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
-from agentrl.workflow.rewards import LARGEST
+from agentrl.workflow.rewards import MAX_REWARD
 
 log = getLogger("agentrl.serve")
 END = "/v1/episode/end"
@@ -264,8 +264,8 @@ def _read_end(body: bytes) -> AgentResult:
     try:
         value = json.loads(body, parse_int=parse_digits) if body.strip() else None
         found = read_result(value)
-        if any(abs(reward) > LARGEST for reward in (found.rewards or {}).values()):
-            raise ValueError(f"a reward is between -{LARGEST:g} and {LARGEST:g}")
+        if any(abs(reward) > MAX_REWARD for reward in (found.rewards or {}).values()):
+            raise ValueError(f"a reward is between -{MAX_REWARD:g} and {MAX_REWARD:g}")
         return found
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         said = str(error).partition("\n")[0][:200]

@@ -37,11 +37,11 @@ Read = Callable[[int], Awaitable[bytes]]
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_HEAD_BYTES = 32 * 2**10
-MOST_HELD_BYTES = 256 * 2**20
+MAX_HELD_BYTES = 256 * 2**20
 """Bytes of all bodies together; each is kept until its call is answered, since it may have to be forwarded again."""
 BODY_SECONDS = 60.0
 OPEN_PER_ATTEMPT = 64
-MOST_KEY_CHARS = 256
+MAX_KEY_CHARS = 256
 QUIET_SECONDS = 10.0
 CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
 ANNOTATIONS, TRACES = "/v1/annotations", "/v1/traces"
@@ -59,7 +59,7 @@ class Limits:
     quiet_seconds: float = QUIET_SECONDS
     body_bytes: int = MAX_BODY_BYTES
     body_seconds: float = BODY_SECONDS
-    held_bytes: int = MOST_HELD_BYTES
+    held_bytes: int = MAX_HELD_BYTES
 
 
 class Door(Protocol):
@@ -126,7 +126,7 @@ class AttemptDoor:
 
 
 def _checked(shown: str) -> str:
-    if not 0 < len(shown) <= MOST_KEY_CHARS:
+    if not 0 < len(shown) <= MAX_KEY_CHARS:
         raise api_errors.unknown_key()
     return shown
 

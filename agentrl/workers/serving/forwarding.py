@@ -27,7 +27,7 @@ log = getLogger("agentrl.endpoint")
 
 COMMENT = b": waiting\n"
 """Without a blank line, after which a client might take an event for ended."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+FIRST_PAUSE, MAX_PAUSE = 0.1, 1.0
 STEADY_SECONDS = 1.0
 """A worker that kept the call this long before it was lost had begun it: the wait for another is counted from its loss."""
 ERROR_BYTES = 64 * 1024
@@ -109,7 +109,7 @@ class Forward:
                         waiting_since, pause = time.monotonic(), 0.0
             if time.monotonic() - waiting_since > self._wait:
                 raise api_errors.no_holder(self._wait)
-            pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
+            pause = min(MAX_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
             await asyncio.sleep(min(pause, self._wait))
             if time.monotonic() - self._heard_at > self._quiet:
                 await self._comment()

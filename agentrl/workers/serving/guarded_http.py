@@ -19,7 +19,7 @@ STALL_SECONDS = 30.0
 """How long a client may read nothing of what waits for it."""
 WAITING_BYTES = 16 * 1024
 """How much may wait for a client that reads slowly."""
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 SWEEP_SECONDS = 1.0
 
 
@@ -28,7 +28,7 @@ class GuardedProtocol(H11Protocol):
 
     header_seconds = HEADER_SECONDS
     stall_seconds = STALL_SECONDS
-    most_connections = MOST_CONNECTIONS
+    most_connections = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

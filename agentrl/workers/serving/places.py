@@ -10,8 +10,8 @@ from agentrl.workflow.store.endpoint_reads import Place
 
 KNOWN_SECONDS = 5.0
 """How long a place is taken as read. A worker that no longer holds an episode says so (421): an old place costs time alone."""
-MOST_KNOWN = 4096
-MOST_READ = 500
+MAX_KNOWN = 4096
+MAX_READ = 500
 """Keys in one query."""
 
 
@@ -49,7 +49,7 @@ class Places:
 
     async def _read_all(self) -> None:
         while self._asked:
-            batch = {name: self._asked.pop(name) for name in list(self._asked)[:MOST_READ]}
+            batch = {name: self._asked.pop(name) for name in list(self._asked)[:MAX_READ]}
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, list(batch))
             except Exception as error:  # noqa: BLE001 - those who wait are told
@@ -66,5 +66,5 @@ class Places:
         self._known.pop(key_hash, None)
         if place is not None and not place.over and place.address is not None:
             self._known[key_hash] = (time.monotonic(), place)
-            if len(self._known) > MOST_KNOWN:
+            if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)

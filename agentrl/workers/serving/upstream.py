@@ -16,7 +16,7 @@ WRITE_SECONDS = 30.0
 """A worker that takes no more of a request for so long counts as lost."""
 IDLE_SECONDS = 30.0
 """Connections that rested longer are not used again: the worker may be closing them."""
-MOST_IDLE = 64
+MAX_IDLE = 64
 """Connections kept open for each address."""
 PIECE = 16 * 1024
 """Bytes that are read at once; twice as many may wait for a slow client."""
@@ -141,7 +141,7 @@ class Upstreams:
         for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
             del self._idle[address]
         kept = self._idle[connection.address]
-        if len(kept) < MOST_IDLE and connection.rest():
+        if len(kept) < MAX_IDLE and connection.rest():
             kept.append(connection)
         else:
             connection.cut()

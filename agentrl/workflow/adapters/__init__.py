@@ -9,18 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from agentrl.workflow.annotations import MOST_DEPTH, is_deep
+from agentrl.workflow.annotations import MAX_DEPTH, is_deep
 from agentrl.workflow.call_json import read_arguments
 from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import FinishReason, Message, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "model": "assistant"}
-MOST_TEXT = 4_000_000
+MAX_TEXT = 4_000_000
 """Characters of all messages of a turn: a conversation that any model could read is shorter."""
-MOST_MESSAGES = 10_000
-MOST_TOKENS = 1_000_000
-LARGEST_ID = 2**31 - 1
+MAX_MESSAGES = 10_000
+MAX_TOKENS = 1_000_000
+MAX_ID = 2**31 - 1
 LOWEST_LOGPROB = -1e30
 """What is kept in 32 bits."""
 
@@ -90,10 +90,10 @@ def make_turn(
         ValueError: it makes no sense, and why.
     """
     told, answers = _answered(messages)
-    if not told or len(told) > MOST_MESSAGES:
-        raise ValueError(f"a turn has 1 to {MOST_MESSAGES} messages before it")
-    if sum(len(each.content) + len(each.thought) for each in (*told, said)) > MOST_TEXT:
-        raise ValueError(f"the messages of a turn have at most {MOST_TEXT} characters")
+    if not told or len(told) > MAX_MESSAGES:
+        raise ValueError(f"a turn has 1 to {MAX_MESSAGES} messages before it")
+    if sum(len(each.content) + len(each.thought) for each in (*told, said)) > MAX_TEXT:
+        raise ValueError(f"the messages of a turn have at most {MAX_TEXT} characters")
     prompt_ids, sampled_ids = (_ids(span, names) for names in (span_names.PROMPT_IDS, span_names.SAMPLED_IDS))
     ended: FinishReason = "length" if finish_reason in ("length", "max_tokens") else "stop"
     logprobs = _logprobs(span, len(sampled_ids))
@@ -131,11 +131,11 @@ def parsed(value: Any) -> Any:
     Raises:
         ValueError: it is nested too deep.
     """
-    if isinstance(value, str) and len(value) <= MOST_TEXT:
+    if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):
-            value = _with_whole_characters(json.loads(value), MOST_DEPTH + 1) if "\\u" in value else json.loads(value)
-    if is_deep(value, MOST_DEPTH):
-        raise ValueError(f"objects and lists nest more than {MOST_DEPTH} levels")
+            value = _with_whole_characters(json.loads(value), MAX_DEPTH + 1) if "\\u" in value else json.loads(value)
+    if is_deep(value, MAX_DEPTH):
+        raise ValueError(f"objects and lists nest more than {MAX_DEPTH} levels")
     return value
 
 
@@ -184,10 +184,10 @@ def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
         return ()
     if (
         not isinstance(value, list)
-        or len(value) > MOST_TOKENS
-        or not all(type(each) is int and 0 <= each <= LARGEST_ID for each in value)
+        or len(value) > MAX_TOKENS
+        or not all(type(each) is int and 0 <= each <= MAX_ID for each in value)
     ):
-        raise ValueError(f"token ids are a list of at most {MOST_TOKENS} whole numbers from 0")
+        raise ValueError(f"token ids are a list of at most {MAX_TOKENS} whole numbers from 0")
     return tuple(value)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.workflow.adapters import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     Adapter,
     Told,
     Turn,
@@ -28,8 +28,8 @@ def _turn(span: Span) -> Turn | None:
             found[named[1]].setdefault(int(named[2]), {})[named[3]] = value
     if not found[PROMPT] or not found[COMPLETION]:
         return None
-    if len(found[PROMPT]) > MOST_MESSAGES:
-        raise ValueError(f"a turn has at most {MOST_MESSAGES} messages before it")
+    if len(found[PROMPT]) > MAX_MESSAGES:
+        raise ValueError(f"a turn has at most {MAX_MESSAGES} messages before it")
     said = found[COMPLETION].get(0)
     if said is None:
         raise ValueError(f"{COMPLETION}.0 is missing")

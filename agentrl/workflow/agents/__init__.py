@@ -12,9 +12,9 @@ from typing import Any
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.trajectory import Rollout
 
-MOST_REWARDS = 64
-LONGEST_NAME = 64
-LONGEST_ANSWER = 100_000
+MAX_REWARDS = 64
+MAX_NAME = 64
+MAX_ANSWER = 100_000
 REWARD = "agent"
 """The name of a reward that an agent gives none."""
 
@@ -98,21 +98,21 @@ def read_result(value: Any) -> AgentResult:
 def _text(text: Any) -> str | None:
     if text is not None and not isinstance(text, str):
         raise TypeError(f"the text of an answer must be a string, not {type(text).__name__}")
-    return None if text is None else text[:LONGEST_ANSWER].encode("utf-8", "replace").decode()
+    return None if text is None else text[:MAX_ANSWER].encode("utf-8", "replace").decode()
 
 
 def _rewards(rewards: Any) -> dict[str, float] | None:
     if rewards is None:
         return None
     named = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
-    if len(named) > MOST_REWARDS:
-        raise ValueError(f"an agent may return at most {MOST_REWARDS} rewards, not {len(named)}")
+    if len(named) > MAX_REWARDS:
+        raise ValueError(f"an agent may return at most {MAX_REWARDS} rewards, not {len(named)}")
     return {_name(name): _number(value) for name, value in named.items()}
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise ValueError(f"the name of a reward must be a string of at most {LONGEST_NAME} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise ValueError(f"the name of a reward must be a string of at most {MAX_NAME} characters")
     return name.encode("utf-8", "replace").decode()
 
 

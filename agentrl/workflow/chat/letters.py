@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
 HALF = "\ufffd"
-LONGEST = 32
+MAX_WAITING = 32
 """Tokens that are read again at each new one, as a character's; a longer run of bytes that make none is told as it grows."""
 
 REREAD = 1.25
@@ -41,7 +41,7 @@ class Letters:
             return ""
         text = self._read()
         if text.endswith(HALF):
-            return self._tell_sure(text) if len(self._waiting) >= LONGEST else ""
+            return self._tell_sure(text) if len(self._waiting) >= MAX_WAITING else ""
         new = text[self._told :]
         self._before, self._waiting, self._look_at, self._told = self._waiting, [], 0.0, 0
         return new

@@ -32,10 +32,10 @@ from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
 
-MOST_BYTES = 131_072
+MAX_BYTES = 131_072
 """The largest template that a user may pass; the longest that models come with are a fifth of it."""
 
-MOST_CONFIG_BYTES = 1 << 24
+MAX_CONFIG_BYTES = 1 << 24
 """The largest tokenizer config, which may hold a template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -110,8 +110,8 @@ def read_template(named: str) -> str:
         ConfigError: there is no such file, or it is not a template.
     """
     source = named if "{" in named or "\n" in named else _read_template_file(Path(named).expanduser())
-    if len(source.encode(errors="replace")) > MOST_BYTES:
-        raise ConfigError(f"The chat template has more than {MOST_BYTES} bytes.", "Is it the right file?")
+    if len(source.encode(errors="replace")) > MAX_BYTES:
+        raise ConfigError(f"The chat template has more than {MAX_BYTES} bytes.", "Is it the right file?")
     try:
         _compile(source)
     except (TemplateError, RecursionError) as error:
@@ -124,7 +124,7 @@ def read_template(named: str) -> str:
 def _read_template_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
         return data.decode()
     except OSError as error:
         raise ConfigError(f"Cannot read the chat template {str(path)!r}: {error.strerror}.", "Check the path.") from error
@@ -214,7 +214,7 @@ def _token_text(told: object) -> str:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model; empty if the file is missing, too large or holds something else."""
     try:
-        if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
+        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
             return {}
         told = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -32,9 +32,9 @@ WEIGHTS = "weights.safetensors"
 """Name of the weights in older checkpoints, whether LoRA or full."""
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-LARGEST_MANIFEST = 1 << 24
+MAX_MANIFEST = 1 << 24
 """The most bytes read of a manifest."""
-LONGEST_NAME = 255
+MAX_NAME = 255
 """The most bytes of a file's or folder's name."""
 DEEPEST = 8
 """The most names in a file's path."""
@@ -228,7 +228,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
         raise broken_error(called or folder, f"{MANIFEST} is missing")
     try:
         with (folder / MANIFEST).open("rb") as seal:
-            tree = json.loads(seal.read(LARGEST_MANIFEST))
+            tree = json.loads(seal.read(MAX_MANIFEST))
         manifest = {str(name): _record(entry) for name, entry in tree["files"].items()}
     except FileNotFoundError as error:
         raise broken_error(called or folder, f"{MANIFEST} is missing") from error
@@ -242,7 +242,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 def _is_inside(name: str) -> bool:
     """Whether the name means a file inside the folder, and not one elsewhere."""
     parts = name.split("/")
-    fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= LONGEST_NAME for part in parts)
+    fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= MAX_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)
 
 

@@ -34,7 +34,7 @@ from agentrl.workflow.trajectory import Message, Task
 
 ENV = "code"
 MAX_KEY = 200
-LARGEST_ID = 10**18
+MAX_ID = 10**18
 UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -87,7 +87,7 @@ def _key(row: Mapping[str, Any], stem: str, line: int) -> str:
     given = row.get("task_id")
     if given is None:
         return f"{stem}/line-{line}"
-    if type(given) is int and abs(given) < LARGEST_ID:
+    if type(given) is int and abs(given) < MAX_ID:
         return f"{stem}/{given}"
     if not isinstance(given, str) or not given.isprintable() or not 0 < len(given) <= MAX_KEY:
         raise ValueError(f"'task_id' must be a whole number, or printable text of at most {MAX_KEY} characters")

@@ -13,7 +13,7 @@ from agentrl.workflow.call_json import MAX_DIGITS, nesting, parse_digits
 from agentrl.workflow.dialects import RequestError
 
 MAX_NESTING = 64
-LARGEST = 10**MAX_DIGITS
+MAX_INTEGER = 10**MAX_DIGITS
 """Integers are below it; made once, since that takes long."""
 SHOWN = 100
 """The most characters of a client's own words in an error."""
@@ -164,7 +164,7 @@ def clean_tree(fields: Fields, name: str, value: Any) -> Any:
         return [clean_tree(fields, name, item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise fields.error(name, "it contains a number that is too large")
-    if isinstance(value, int) and abs(value) >= LARGEST:
+    if isinstance(value, int) and abs(value) >= MAX_INTEGER:
         raise fields.error(name, "it contains a number with too many digits")
     return value
 

@@ -21,10 +21,10 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason
 
 _REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
-_MOST_TOLD = MAX_LIKELIEST - 1
+_MAX_TOLD = MAX_LIKELIEST - 1
 """The likeliest tokens among which one that was sampled is looked for."""
 _CERTAIN = 100.0
-LONGEST_CHARACTER = 4
+MAX_CHARACTER = 4
 """Bytes."""
 _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
@@ -91,7 +91,7 @@ class LlamaServer:
         added = self._policy.tokenizer.added_tokens_decoder
         for place, token in enumerate(ids):
             silent = token in added and added[token].special  # it is no text there
-            text = text[-LONGEST_CHARACTER:] + (b"" if silent else self._policy.chat.bytes_of(token) or b"")
+            text = text[-MAX_CHARACTER:] + (b"" if silent else self._policy.chat.bytes_of(token) or b"")
             if rest and rest[-1].id == token and not ends_within_character(text):
                 found.append(rest.pop())
             else:
@@ -108,7 +108,7 @@ class LlamaServer:
         """
         asked = replace(request, prompt_ids=(*request.prompt_ids, *before))
         end = min(self._policy.chat.end_ids)
-        body = _body(asked, 1) | {"n_probs": min(_MOST_TOLD, self._policy.vocabulary), "logit_bias": [[end, _CERTAIN]]}
+        body = _body(asked, 1) | {"n_probs": min(_MAX_TOLD, self._policy.vocabulary), "logit_bias": [[end, _CERTAIN]]}
         told = self._connection.read(LlamaTurn, "/completion", body).completion_probabilities or []
         likely = (told[0].top_logprobs if told else None) or []
         found = next((one.logprob for one in likely if one.id == token), None)
@@ -126,7 +126,7 @@ class LlamaServer:
 
 def ends_within_character(text: bytes) -> bool:
     """Whether a character of several bytes began in the last few, and is not whole, as llama.cpp decides it."""
-    for back in range(1, min(LONGEST_CHARACTER, len(text)) + 1):
+    for back in range(1, min(MAX_CHARACTER, len(text)) + 1):
         lead = text[-back]
         length = 2 if lead & 0xE0 == 0xC0 else 3 if lead & 0xF0 == 0xE0 else 4 if lead & 0xF8 == 0xF0 else 1
         if back < length:

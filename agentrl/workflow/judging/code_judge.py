@@ -23,7 +23,7 @@ WHOLE_CPU_SECONDS = 6.0
 """Processor time of all questions about one function; values not judged by then count as wrong."""
 
 ATTEMPTS = 2
-MOST_ROUNDS = 8
+MAX_ROUNDS = 8
 """The longest chain of calls whose arguments depend on earlier values; calls beyond it count as failed."""
 
 
@@ -65,8 +65,8 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
         SandboxUnavailable, InfraError: as `passed`.
     """
     told: list[tuple[str, str | None]] = []
-    for turn in range(MOST_ROUNDS + 1):
-        final = turn == MOST_ROUNDS
+    for turn in range(MAX_ROUNDS + 1):
+        final = turn == MAX_ROUNDS
         result = asked("outcome", json.dumps([reference, test, function, told, final]))
         found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _describe(result)}
         if "unjudged" in found:

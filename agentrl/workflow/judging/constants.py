@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-MOST_BITS = 4096
+MAX_BITS = 4096
 """The most bits of a number that an operator takes or makes."""
-MOST_MADE = 100_000
+MAX_MADE = 100_000
 """The most digits, characters and items that the operators of a source take and make in total."""
-MOST_ALIKE = 1000
+MAX_ALIKE = 1000
 """The most keys of a set or dict with the same hash: building it takes time quadratic in their number."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -33,7 +33,7 @@ class Constants:
     """An evaluator of a source's constant expressions, with a limit on their total size."""
 
     def __init__(self) -> None:
-        self._room = MOST_MADE
+        self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression of constants and operators between them.
@@ -74,7 +74,7 @@ class Constants:
             raise ValueError("a number that is too large")
         if sign in (ast.Pow, ast.Mod) and not (isinstance(left, int | float) and isinstance(right, int | float)):
             raise ValueError("no number")
-        if sign is ast.Pow and _bits(left) * abs(right) > MOST_BITS:
+        if sign is ast.Pow and _bits(left) * abs(right) > MAX_BITS:
             raise ValueError("a power that is too large")
         times = next((abs(side) for side in (left, right) if isinstance(side, int)), 1) if sign is ast.Mult else 1
         self._spend(_size(left) + _size(right))
@@ -93,7 +93,7 @@ class Constants:
 
 def _distinct(keys: Sequence[Hashable]) -> Sequence[Hashable]:
     """Returns the keys, or raises if too many have the same hash."""
-    if max(Counter(map(hash, keys)).values(), default=0) > MOST_ALIKE:
+    if max(Counter(map(hash, keys)).values(), default=0) > MAX_ALIKE:
         raise ValueError("too many keys of the same hash")
     return keys
 
@@ -113,7 +113,7 @@ def _size(value: Any) -> int:
 
 
 def _is_short(value: Any) -> bool:
-    return not isinstance(value, int) or value.bit_length() <= MOST_BITS
+    return not isinstance(value, int) or value.bit_length() <= MAX_BITS
 
 
 def _bits(value: float) -> int:

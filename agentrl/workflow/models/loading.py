@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import read_object
-from agentrl.workflow.config import ALL_LINEAR, MOST, PROJECTIONS, ModelConfig
+from agentrl.workflow.config import ALL_LINEAR, MAX_INT, PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import auto_dtype
@@ -252,7 +252,7 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((int(limit) for limit in limits if limit and limit > 0), MOST), int(config.vocab_size)
+    return next((int(limit) for limit in limits if limit and limit > 0), MAX_INT), int(config.vocab_size)
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:

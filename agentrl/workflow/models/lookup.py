@@ -31,7 +31,7 @@ SMALL = 50_000_000
 TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
 """No file of weights on the hub is larger."""
-LARGEST_CONFIG = 1 << 24
+MAX_CONFIG = 1 << 24
 """The most bytes read of a model's config."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Pass a local model folder, or tiny."
@@ -120,7 +120,7 @@ def _named_modules(file: Path) -> Iterator[str]:
     """The modules that `auto_map` names (`modeling_x` in `modeling_x.Model`), singly or in lists."""
     try:
         with file.open("rb") as stream:
-            tree = json.loads(stream.read(LARGEST_CONFIG))
+            tree = json.loads(stream.read(MAX_CONFIG))
     except (OSError, ValueError, RecursionError):
         return  # loading it reports the error
     named = tree.get("auto_map") if isinstance(tree, dict) else None

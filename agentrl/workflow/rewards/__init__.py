@@ -35,7 +35,7 @@ Part = float | tuple[float, ...]
 Reward = Callable[[Episode], Value]
 """A finished episode -> its value. One that raises fails its episode; it never counts as 0. `episode.limits` are the run's."""
 
-LARGEST = 1e30
+MAX_REWARD = 1e30
 """The size of a reward, at most: a group's deviation squares it."""
 
 MAX_NAME = 64
@@ -223,7 +223,7 @@ def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
     """The value that `source` returned, for the part of that name where it returns several, with its numbers checked.
 
     Raises:
-        RewardError: one is not finite or beyond `LARGEST`, or they are not as many as the steps.
+        RewardError: one is not finite or beyond `MAX_REWARD`, or they are not as many as the steps.
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
@@ -241,11 +241,11 @@ def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
 
 
 def _is_usable(value: float) -> bool:
-    return abs(value) <= LARGEST  # no NaN is
+    return abs(value) <= MAX_REWARD  # no NaN is
 
 
 def _why_unusable(value: float) -> str:
-    return f"; the largest that can be trained on is {LARGEST:g}" if math.isfinite(value) else ""
+    return f"; the largest that can be trained on is {MAX_REWARD:g}" if math.isfinite(value) else ""
 
 
 def part_sum(part: Part) -> float:

@@ -37,7 +37,7 @@ INSTALL_IN_IMAGE = "pip install math-verify"
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
 """A Python of another version than ours compiles them first."""
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 VERDICTS = {"1.0": 1.0, "0.0": 0.0, "null": None}
 """All that it can say, as plain data's text."""
 
@@ -89,7 +89,7 @@ for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
     """What is judged; 0.0 where there is no answer."""
-    answer = episode.final_answer[-MOST_CHARACTERS:]
+    answer = episode.final_answer[-MAX_CHARACTERS:]
     if episode.stop_reason != "answered" or not writable(answer):
         return 0.0
     return {"reference": episode.task.reference, "answer": answer}

@@ -18,14 +18,14 @@ from agentrl.workflow.tools.python import SANDBOX, sandbox
 from agentrl.workflow.trajectory import Episode, Step, ToolResult
 
 TOOL = "python"
-MOST_TRIED = 8
+MAX_TRIED = 8
 """The first so many programs are judged."""
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | Value:
     """What is judged; 0.0 where no test is shown or nothing was tried."""
     metadata = episode.task.metadata
-    left = iter(range(MOST_TRIED))
+    left = iter(range(MAX_TRIED))
     tried = [[code for code, _ in zip(_programs(step), left, strict=False)] for step in episode.steps]
     visible = metadata.get("visible", ())
     if not visible or not any(tried):

@@ -37,10 +37,10 @@ WHOLE_IDLE_SECONDS = 20.0
 SERVED_SECONDS = 0.1
 """On the clock: what it may take this process to see the end of a call."""
 
-MOST_TOLD = 4 * exact_json.MAX_CHARACTERS
+MAX_TOLD = 4 * exact_json.MAX_CHARACTERS
 """Characters of all values that a function gives for its tests; the calls after that have failed."""
 
-MOST_LATE = 2
+MAX_LATE = 2
 """After so many tests that used up their processor time, or one that slept, the others are not tried, and count as failed."""
 
 JUDGE_SECONDS = 180.0
@@ -186,7 +186,7 @@ class Calls:
         Raises:
             InfraError: as `begun`.
         """
-        if self._late >= MOST_LATE or self._budget.spent or self._told > MOST_TOLD:
+        if self._late >= MAX_LATE or self._budget.spent or self._told > MAX_TOLD:
             return None
         function = self._function
         if args.startswith(WITH_SOURCE):
@@ -196,7 +196,7 @@ class Calls:
             function, args = CALLER, made["args"]
         result = _ended(self._session.call(function, args))
         self._budget.pay(result)
-        self._late += {"timeout_cpu": 1, "timeout_wall": MOST_LATE}.get(result.status, 0)
+        self._late += {"timeout_cpu": 1, "timeout_wall": MAX_LATE}.get(result.status, 0)
         self._told += len(result.value)
         return result.value if result.status == "ok" else None
 

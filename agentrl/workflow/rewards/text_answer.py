@@ -10,7 +10,7 @@ import unicodedata
 
 from agentrl.workflow.trajectory import Episode
 
-MOST_CHARACTERS = 10_000
+MAX_CHARACTERS = 10_000
 """Of a reference, and of an answer, which is wrong beyond: to put accents in order takes time by the square of their number."""
 
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
@@ -25,15 +25,15 @@ def text_answer(episode: Episode) -> float:
         ValueError: the reference holds no word, so that no answer could be right, or too many characters.
     """
     references = (episode.task.reference, *episode.task.metadata.get("aliases", ()))
-    if any(len(text) > MOST_CHARACTERS for text in references):
-        raise ValueError(f"a reference of task {episode.task.key!r} has more than {MOST_CHARACTERS} characters")
+    if any(len(text) > MAX_CHARACTERS for text in references):
+        raise ValueError(f"a reference of task {episode.task.key!r} has more than {MAX_CHARACTERS} characters")
     right = set(map(normal, references))
     if "" in right:
         raise ValueError(f"a reference of task {episode.task.key!r} holds no word")
     if episode.stop_reason != "answered":
         return 0.0
     answer = read_answer(episode.final_answer)
-    return float(len(answer) <= MOST_CHARACTERS and normal(answer) in right)
+    return float(len(answer) <= MAX_CHARACTERS and normal(answer) in right)
 
 
 text_answer.reference_form = "#### {}"  # type: ignore[attr-defined]

@@ -23,9 +23,9 @@ CELL_CHARS = 60
 """Longest text in a cell of a table."""
 MAX_DEPTH = 100
 """Levels of a value that are shown; deeper ones become `...`."""
-MOST_BITS = 10_000
+MAX_BITS = 10_000
 """The most bits of an integer that is written in decimal; Python writes no more than 4300 digits."""
-MOST_DIGITS = 300
+MAX_DIGITS = 300
 """The most digits of a Postgres number that is written in decimal; no float has more."""
 
 Line = tuple[str, str]
@@ -70,7 +70,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         case None | bool() | str():
             return value
         case int():
-            return value if value.bit_length() <= MOST_BITS else hex(value)
+            return value if value.bit_length() <= MAX_BITS else hex(value)
         case float():
             return value if math.isfinite(value) else None
         case datetime():
@@ -92,7 +92,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 def _plain_number(value: Decimal) -> int | float | str | None:
     if not value.is_finite():
         return None
-    if value.adjusted() > MOST_DIGITS:
+    if value.adjusted() > MAX_DIGITS:
         return str(value)
     return int(value) if value == value.to_integral_value() else float(value)
 

@@ -21,7 +21,7 @@ from agentrl.workflow.sandbox import Limits, Status, proc
 from agentrl.workflow.sandbox.cgroups import Events
 from agentrl.workflow.sandbox.launch import RunningSandbox
 
-SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.02, 0.5
+SHORTEST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
 CROWD_PER_CORE = 8
 """The most programs per core for which the limit on the clock is extended."""
@@ -86,7 +86,7 @@ class Clock:
             return "timeout_wall", 0.0
         if left <= 0:
             return "starved" if waited >= STARVED_SHARE * wall else "timeout_wall", 0.0
-        soon = min(left, (limits.cpu_seconds - cpu) / (os.cpu_count() or 1), wall / 2, LONGEST_LOOK_SECONDS)
+        soon = min(left, (limits.cpu_seconds - cpu) / (os.cpu_count() or 1), wall / 2, MAX_LOOK_SECONDS)
         return None, max(SHORTEST_LOOK_SECONDS, soon)
 
 

@@ -43,7 +43,7 @@ WITH_SOURCE = '{"source": '
 """The beginning of the text of a call whose arguments are not all plain data."""
 
 RELAYED, HELD = "__relayed__", "__held__"
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 
 KnownCalls = Sequence[tuple[str, str | None]]
 """Calls in order: the arguments as text, and the value as text, None where the call failed.
@@ -110,8 +110,8 @@ class Relay:
             return exact_json.decode(value)
         if self._final:
             raise CallFailed
-        if len(self.asked) >= MOST_CALLS:
-            raise CannotJudge(f"they call the function more than {MOST_CALLS} times")
+        if len(self.asked) >= MAX_CALLS:
+            raise CannotJudge(f"they call the function more than {MAX_CALLS} times")
         self.asked.append(text)
         if text.startswith(WITH_SOURCE):
             return self._value_with_source(text, args, kwargs)

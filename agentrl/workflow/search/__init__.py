@@ -16,7 +16,7 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resources import fault_of
 from agentrl.workflow.trajectory import Group, Task
 
-MOST_GROUPS = 4096
+MAX_GROUPS = 4096
 """Of one request."""
 Candidate = Mapping[str, str]
 """Name -> text of all of a run's resources."""
@@ -116,8 +116,8 @@ class Rollouts:
             self._check(candidate)
         if not asked.groups:
             return [[] for _ in candidates]
-        if len(asked.groups) > MOST_GROUPS:
-            raise ValueError(f"{len(asked.groups)} groups are more than a search asks for at once: {MOST_GROUPS}")
+        if len(asked.groups) > MAX_GROUPS:
+            raise ValueError(f"{len(asked.groups)} groups are more than a search asks for at once: {MAX_GROUPS}")
         if self._next >= len(self._record):
             raise Asked(asked)
         found = self._record[self._next : self._next + len(asked.groups)]

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from agentrl.workflow.search import group_score
 from agentrl.workflow.trajectory import Episode, Group
 
-LONGEST_PART = 1500
-LONGEST = 6000
+MAX_PART = 1500
+MAX_FEEDBACK_CHARS = 6000
 """Characters of a message, and of an episode."""
 
 
 def conversation(episode: Episode) -> str:
     """What was said in the episode, in its order, as far as there is room."""
-    return cut("\n".join(_lines(episode)), LONGEST)
+    return cut("\n".join(_lines(episode)), MAX_FEEDBACK_CHARS)
 
 
 def feedback(episode: Episode) -> str:
@@ -21,11 +21,11 @@ def feedback(episode: Episode) -> str:
     told += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
     told += [f"it ended: {episode.stop_reason or episode.status}"]
     if episode.task.reference:
-        told.append(f"the right answer: {cut(episode.task.reference, LONGEST_PART)}")
+        told.append(f"the right answer: {cut(episode.task.reference, MAX_PART)}")
     for step in episode.steps:
         made = zip(step.message.tool_calls, step.results or (), strict=False)
         told += [f"{call.name:.100} failed: {cut(result.content, 300)}" for call, result in made if result.error_class]
-    return cut("\n".join(told), LONGEST)
+    return cut("\n".join(told), MAX_FEEDBACK_CHARS)
 
 
 def told(group: Group) -> str:
@@ -44,18 +44,18 @@ def cut(text: str, most: int) -> str:
 
 def _lines(episode: Episode) -> Iterator[str]:
     if not episode.steps:
-        yield from (f"{message.role}: {cut(message.content, LONGEST_PART)}" for message in episode.task.messages)
+        yield from (f"{message.role}: {cut(message.content, MAX_PART)}" for message in episode.task.messages)
     for step in episode.steps:
         for message in step.prompt:
-            yield f"{message.role}: {cut(message.content, LONGEST_PART)}"
+            yield f"{message.role}: {cut(message.content, MAX_PART)}"
         calls = "".join(
             f"\n  calls {call.name:.100}({cut(str(dict(call.arguments)), 300)})" for call in step.message.tool_calls
         )
-        yield f"assistant: {cut(step.message.content, LONGEST_PART)}{calls}"
+        yield f"assistant: {cut(step.message.content, MAX_PART)}{calls}"
     last = episode.steps[-1].results if episode.steps else None
-    yield from (f"tool: {cut(result.content, LONGEST_PART)}" for result in last or ())
+    yield from (f"tool: {cut(result.content, MAX_PART)}" for result in last or ())
     if episode.answer:
-        yield f"answer: {cut(episode.answer, LONGEST_PART)}"
+        yield f"answer: {cut(episode.answer, MAX_PART)}"
 
 
 def _number(value: float | None) -> str:

@@ -14,9 +14,9 @@ from agentrl.workflow.inference.server_responses import ChatReply
 from agentrl.workflow.settings import Settings
 
 AT_ONCE = 8
-LONGEST_ANSWER = 100_000
+MAX_ANSWER = 100_000
 """Characters; the rest of an answer is cut off."""
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 """Of an answer as it comes."""
 
 Recorded = Callable[[str, list[dict[str, str]], str, float], str]
@@ -38,7 +38,7 @@ class RecordedCritic:
 
     def __init__(self, asked: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
         self._asked, self._answers, self._record = asked, answers, record
-        self._connection = Connection(settings, "critic", MOST_BYTES)
+        self._connection = Connection(settings, "critic", MAX_BYTES)
         self._times: Counter[str] = Counter()
 
     def __call__(self, prompt: str) -> str:
@@ -66,7 +66,7 @@ class RecordedCritic:
         body["temperature"] = self._asked.critic_temperature
         started = time.perf_counter()
         reply = self._connection.read(ChatReply, "/v1/chat/completions", body)
-        text = (reply.choices[0].message.content or "")[:LONGEST_ANSWER] if reply.choices else ""
+        text = (reply.choices[0].message.content or "")[:MAX_ANSWER] if reply.choices else ""
         return self._record(key, messages, text, time.perf_counter() - started)
 
     def close(self) -> None:

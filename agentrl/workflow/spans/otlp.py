@@ -19,9 +19,9 @@ from typing import Any
 from agentrl.workflow.spans import Event, Span
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-MOST_ATTRIBUTES = 512
-MOST_EVENTS = 128
-MOST_DEPTH = 24
+MAX_ATTRIBUTES = 512
+MAX_EVENTS = 128
+MAX_DEPTH = 24
 _KNOWN_FIELDS = 16
 """The largest number of a field that is read here."""
 _JSON_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[,]', re.DOTALL)  # *+: nothing is kept to go back to
@@ -128,7 +128,7 @@ def _event(data: Any, budget: "_Budget") -> Event:
 
 
 def _attributes(data: Any, number: int, budget: "_Budget") -> dict[str, Any]:
-    return _named(_pairs(_all(data, number, budget), budget, MOST_DEPTH))
+    return _named(_pairs(_all(data, number, budget), budget, MAX_DEPTH))
 
 
 def _pairs(pairs: Iterator[Any], budget: "_Budget", depth: int) -> Iterator[tuple[str, Any]]:
@@ -246,7 +246,7 @@ def _json_span(found: Mapping[str, Any], resource: Mapping[str, Any], budget: "_
 
 def _json_attributes(found: Mapping[str, Any], budget: "_Budget") -> dict[str, Any]:
     pairs = _list(found, "attributes")
-    return _named((_text(pair["key"]), _json_value(pair.get("value") or {}, budget, MOST_DEPTH)) for pair in pairs)
+    return _named((_text(pair["key"]), _json_value(pair.get("value") or {}, budget, MAX_DEPTH)) for pair in pairs)
 
 
 def _json_value(value: Mapping[str, Any], budget: "_Budget", depth: int) -> Any:
@@ -304,9 +304,9 @@ class _Budget:
 
 def _few(found: Iterator[Any]) -> list[Any]:
     """The events of a span."""
-    few = list(islice(found, MOST_EVENTS + 1))
-    if len(few) > MOST_EVENTS:
-        raise OtlpError(f"a span has at most {MOST_EVENTS} events")
+    few = list(islice(found, MAX_EVENTS + 1))
+    if len(few) > MAX_EVENTS:
+        raise OtlpError(f"a span has at most {MAX_EVENTS} events")
     return few
 
 
@@ -314,8 +314,8 @@ def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         found[name] = value
-        if len(found) > MOST_ATTRIBUTES:
-            raise OtlpError(f"a span has at most {MOST_ATTRIBUTES} attributes")
+        if len(found) > MAX_ATTRIBUTES:
+            raise OtlpError(f"a span has at most {MAX_ATTRIBUTES} attributes")
     return found
 
 

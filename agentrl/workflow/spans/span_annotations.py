@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.annotations import MOST_AT_ONCE, MOST_DATA, MOST_NAME, Annotation, check
+from agentrl.workflow.annotations import MAX_AT_ONCE, MAX_DATA, MAX_NAME, Annotation, check
 from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 
 PART_BYTES = 512 * 2**10
 """Of annotations that are sent at once."""
-MOST_NAMED = 4096
+MAX_NAMED = 4096
 """Characters of what names an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)
 
@@ -47,7 +47,7 @@ def named(where: Mapping[str, Any], name: str) -> str:
     Many spans share one resource: what is long there would be read again for each of them.
     """
     found = where.get(name)
-    short = isinstance(found, str) and len(found) <= MOST_NAMED
+    short = isinstance(found, str) and len(found) <= MAX_NAMED
     return str(found) if short or type(found) in (int, float, bool) else ""
 
 
@@ -65,7 +65,7 @@ def _annotation(span: Span, kind: str) -> Annotation:
         name = str(data["type"])
     if span.error is not None and kind in ("span", "operation"):
         data["error"] = span.error or "error"
-    return Annotation(f"span:{span.span_id}", kind, name[:MOST_NAME], data, seconds=span.seconds)
+    return Annotation(f"span:{span.span_id}", kind, name[:MAX_NAME], data, seconds=span.seconds)
 
 
 def _data(span: Span, kind: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _rest(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(attributes: Mapping[str, Any]) -> Any:
     text = attributes.get(span_names.OBJECT_JSON)
-    if isinstance(text, str) and len(text) <= 2 * MOST_DATA:  # a longer one is refused as it is
+    if isinstance(text, str) and len(text) <= 2 * MAX_DATA:  # a longer one is refused as it is
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -183,7 +183,7 @@ def _document(said: Annotation) -> bytes:
 def _parts(said: Sequence[bytes]) -> Iterator[bytes]:
     part, size = list[bytes](), 0
     for each in said:
-        if part and (len(part) >= MOST_AT_ONCE or size + len(each) > PART_BYTES):
+        if part and (len(part) >= MAX_AT_ONCE or size + len(each) > PART_BYTES):
             yield _together(part)
             part, size = [], 0
         part.append(each)

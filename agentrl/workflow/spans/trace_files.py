@@ -9,7 +9,7 @@ from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.spans import Span
 from agentrl.workflow.spans.otlp import JSON, PROTOBUF, Bounds, OtlpError, decode, inflated
 
-LARGEST = Bounds(bytes=256 * 2**20, spans=200_000, values=5_000_000, fields=20_000_000)
+TRACE_FILE_BOUNDS = Bounds(bytes=256 * 2**20, spans=200_000, values=5_000_000, fields=20_000_000)
 """Of a file."""
 _GZIP = b"\x1f\x8b"
 
@@ -24,19 +24,19 @@ def read_traces(path: Path) -> list[Span]:
         raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST.bytes + 1)
+            data = file.read(TRACE_FILE_BOUNDS.bytes + 1)
     except OSError as error:
         raise DatasetError(f"Cannot read the traces {str(path)!r}: {error.strerror}.", "Check the path.") from error
-    if len(data) > LARGEST.bytes:
-        raise DatasetError(f"{str(path)!r} has more than {LARGEST.bytes} bytes.", "Split it, and import the parts.")
+    if len(data) > TRACE_FILE_BOUNDS.bytes:
+        raise DatasetError(f"{str(path)!r} has more than {TRACE_FILE_BOUNDS.bytes} bytes.", "Split it, and import the parts.")
     found: list[Span] = []
     for count, (where, each) in enumerate(_documents(path, data), 1):
         try:
             found += each
         except OtlpError as error:
             raise DatasetError(f"{where} is not an export of traces: {error}.", "Pass OTLP as JSON or protobuf.") from None
-        if len(found) > LARGEST.spans or count > LARGEST.spans:
-            said = f"{str(path)!r} has more than {LARGEST.spans} spans, or lines."
+        if len(found) > TRACE_FILE_BOUNDS.spans or count > TRACE_FILE_BOUNDS.spans:
+            said = f"{str(path)!r} has more than {TRACE_FILE_BOUNDS.spans} spans, or lines."
             raise DatasetError(said, "Split it, and import the parts.")
     return found
 
@@ -63,11 +63,11 @@ def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _spans(data: bytes, kind: str) -> Iterator[Span]:
-    yield from decode(data, kind, bounds=LARGEST)
+    yield from decode(data, kind, bounds=TRACE_FILE_BOUNDS)
 
 
 def _inflated(path: Path, data: bytes) -> bytes:
     try:
-        return inflated(data, "gzip", LARGEST.bytes)
+        return inflated(data, "gzip", TRACE_FILE_BOUNDS.bytes)
     except OtlpError as error:
         raise DatasetError(f"{str(path)!r} cannot be read: {error}.", "Is it the right file?") from None

@@ -18,7 +18,7 @@ from agentrl.workflow.stats.evaluation import IntervalBy, interval
 DRAWS = 9_999
 """The number of worlds drawn if there are too many to count; the smallest p-value is then 1 / (DRAWS + 1)."""
 
-MOST_STEPS = 1_000_000
+MAX_STEPS = 1_000_000
 """The most steps of counting: about a second."""
 
 SAME_TOLERANCE = 1e-9
@@ -118,7 +118,7 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
     worlds, steps = {0: 1.0}, 0
     for size, count in sizes.items():
         steps += len(worlds) * (count + 1)
-        if steps > MOST_STEPS:
+        if steps > MAX_STEPS:
             return None
         found: dict[int, float] = {}
         shares = [(size * (2 * up - count), math.comb(count, up) / 2**count) for up in range(count + 1)]

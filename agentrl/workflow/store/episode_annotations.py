@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select
 
-from agentrl.workflow.annotations import MOST_OF_ATTEMPT, Annotation
+from agentrl.workflow.annotations import MAX_OF_ATTEMPT, Annotation
 from agentrl.workflow.errors import ConflictError, StateError
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
@@ -36,8 +36,8 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
         raise StateError("This episode has ended, or has a newer attempt.")
     mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
     count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
-    if count + len(said) > MOST_OF_ATTEMPT:
-        raise ConflictError(f"An episode has at most {MOST_OF_ATTEMPT} annotations.")
+    if count + len(said) > MAX_OF_ATTEMPT:
+        raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations.")
     newest = select(func.max(_STEPS.number)).where(_STEPS.episode_id == episode, _STEPS.attempt == attempt)
     step = tx.execute(newest).scalar_one()
     for each in said:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
-from agentrl.workflow.config import MOST
+from agentrl.workflow.config import MAX_INT
 from agentrl.workflow.errors import CheckpointError, ConfigError, StateError
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
@@ -46,8 +46,8 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     check_extendable(row, tx.execute(stored).first() is not None)
     of_an_epoch = epoch_length(tx, row)
     total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
-    if total > MOST:
-        raise ConfigError(f"{row['name']!r} would have {total} iterations; the maximum is {MOST}.", "Name fewer.")
+    if total > MAX_INT:
+        raise ConfigError(f"{row['name']!r} would have {total} iterations; the maximum is {MAX_INT}.", "Name fewer.")
     going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
     config = _with_length(row["config"], total, of_an_epoch)

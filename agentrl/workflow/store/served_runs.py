@@ -22,7 +22,7 @@ from agentrl.workflow.trajectory import OPEN, Task, storable
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 KEEP_DAYS = "keep_days"
 """Where a run's manifest says for how many days its episodes are kept."""
-MOST_DAYS = 36_500
+MAX_DAYS = 36_500
 """More are as many: a date so long before this one is none."""
 FORGOTTEN_AT_ONCE = 200
 """Episodes that one transaction forgets."""
@@ -178,7 +178,7 @@ def forget_old(db: Database) -> int:
     """Deletes the episodes of runs of the kind `serve` that are over and older than these runs keep them; returns how many."""
     count = 0
     for run, days in find_kept(db).items():
-        before = datetime.now(UTC) - timedelta(days=min(days, MOST_DAYS))
+        before = datetime.now(UTC) - timedelta(days=min(days, MAX_DAYS))
         while gone := forget_episodes(db, run, before):
             count += gone
     return count

@@ -15,9 +15,9 @@ MAX_TAG_CHARS = 64
 """The most characters of a tag."""
 MAX_NOTE_CHARS = 10_000
 """The most characters of a note."""
-MOST_TAGS = 100
+MAX_TAGS = 100
 """The most tags of a run."""
-MOST_NOTES = 1000
+MAX_NOTES = 1000
 """The most notes of a run."""
 _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
@@ -39,8 +39,8 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
         rows = [{"run_id": number, "tag": tag} for tag in dict.fromkeys(wanted)]
         tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
     tags = [*tx.execute(select(_TAGS.tag).where(_TAGS.run_id == number)).scalars()]
-    if len(tags) > MOST_TAGS:
-        raise ConflictError(f"A run has at most {MOST_TAGS} tags.", f"Remove some: agentrl tag {number} -r WORD")
+    if len(tags) > MAX_TAGS:
+        raise ConflictError(f"A run has at most {MAX_TAGS} tags.", f"Remove some: agentrl tag {number} -r WORD")
     return sorted(tags)
 
 
@@ -58,8 +58,8 @@ def add_note(tx: Connection, run: str, text: str) -> int:
     if not 0 < len(said) <= MAX_NOTE_CHARS:
         raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
     count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()
-    if count >= MOST_NOTES:
-        raise ConflictError(f"A run has at most {MOST_NOTES} notes.", f"Remove some: agentrl note {number} -r NUMBER")
+    if count >= MAX_NOTES:
+        raise ConflictError(f"A run has at most {MAX_NOTES} notes.", f"Remove some: agentrl note {number} -r NUMBER")
     made = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=said).returning(_NOTES.id))
     return int(made.scalar_one())
 

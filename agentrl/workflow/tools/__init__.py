@@ -29,7 +29,7 @@ Effects = Literal["none", "repeatable", "once"]
 SHOWN_PROBLEMS = 5
 NAMES = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 """Tool names that a model can write and a call's row can hold."""
-MOST_TOLD = 65536
+MAX_TOLD = 65536
 """The most bytes of a tool's description and parameters, which stand at the beginning of every prompt."""
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
@@ -144,10 +144,10 @@ class Tool:
             size = len(json.dumps([told["description"], told["parameters"]], ensure_ascii=False, allow_nan=False).encode())
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.title} has a description or parameters that are not JSON.", "Correct them.") from error
-        if size > MOST_TOLD:
+        if size > MAX_TOLD:
             raise ConfigError(
                 f"{self.title} has a description and parameters of {size} bytes.",
-                f"At most {MOST_TOLD} bytes are allowed.",
+                f"At most {MAX_TOLD} bytes are allowed.",
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ MAX_TIME_SHARE = 20
 """Checkpoints take at most one part in this many of a training's time, if no number of steps is given."""
 LAST = "last"
 """Name of the folder of the last checkpoint."""
-LARGEST_STATE = 1 << 16
+MAX_STATE = 1 << 16
 """The most bytes of the progress file that are read."""
 
 
@@ -206,7 +206,7 @@ def read_progress(folder: Path) -> tuple[str, int, int]:
 
 def _read_state(folder: Path) -> Any:
     with (folder / sealed_folder.STATE).open("rb") as file:
-        return json.loads(file.read(LARGEST_STATE))
+        return json.loads(file.read(MAX_STATE))
 
 
 def _check(last: Path, key: str, target: Path) -> None:

@@ -7,7 +7,7 @@ import math
 
 from agentrl.workflow.config import AlgorithmConfig, UpdateConfig
 
-MOST_ERROR = 0.2
+MAX_ERROR = 0.2
 """The KL's distance from its target counts as at most this share of it."""
 
 KL_HORIZON = 10_000
@@ -35,5 +35,5 @@ def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig
     """
     if options.kl_target is None:
         return coef
-    error = max(-MOST_ERROR, min(MOST_ERROR, kl / options.kl_target - 1))
+    error = max(-MAX_ERROR, min(MAX_ERROR, kl / options.kl_target - 1))
     return coef * (1 + error * episodes / (options.kl_horizon or KL_HORIZON))

@@ -11,20 +11,20 @@ from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_names
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workers.page.shown.within import Within, look
-from agentrl.workflow.store.reads.episode_texts import MOST_PATH, load_text
+from agentrl.workflow.store.reads.episode_texts import MAX_PATH, load_text
 
 router = APIRouter(prefix="/api", tags=["episodes"])
 
-MOST_TOKENS = 8192
-MOST_TURNS = 500
-MOST_TEXT = 200_000
+MAX_TOKENS = 8192
+MAX_TURNS = 500
+MAX_TEXT = 200_000
 """The most tokens, turns, and characters of a text in an answer."""
 Start = Annotated[int, Query(ge=0, le=2**53)]
 
 
 @router.get("/episodes/{episode}", response_model=WholeEpisode)
 def read_episode(
-    store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MOST_TURNS)] = 200
+    store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
     """One episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
     return answer(look(store, lambda db: load_episode_answer(db.tx, episode, turn, size)))
@@ -34,9 +34,9 @@ def read_episode(
 def read_text(
     store: Store,
     episode: int,
-    of: Annotated[str, Query(max_length=MOST_PATH)],
+    of: Annotated[str, Query(max_length=MAX_PATH)],
     start: Start = 0,
-    size: Annotated[int, Query(ge=1, le=MOST_TEXT)] = MOST_TEXT,
+    size: Annotated[int, Query(ge=1, le=MAX_TEXT)] = MAX_TEXT,
 ) -> Response:
     """A part of one text of the episode, by the path that the episode's answer tells of a cut one."""
     text = look(store, lambda db: load_text(db.tx, episode, of))
@@ -47,7 +47,7 @@ def read_text(
 
 @router.get("/episodes/{episode}/tokens", response_model=Tokens)
 def read_tokens(
-    store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 4096
+    store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 4096
 ) -> Response:
     """Tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
 

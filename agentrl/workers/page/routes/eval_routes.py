@@ -20,7 +20,7 @@ from agentrl.workflow.store.reads.paging import Page, Paging
 
 router = APIRouter(prefix="/api", tags=["evals"])
 
-MOST_TASKS = 1000
+MAX_TASKS = 1000
 """The most tasks of a comparison that are listed: those that differ most."""
 
 
@@ -129,8 +129,8 @@ def _document(sides: Sides, episodes: list[Mapping[str, Any]]) -> dict[str, Any]
         "b": _side(sides, 1, rewards.second, rights.second),
         "measures": None if sides.rewards == OTHER_REWARDS else _measures(rewards),
         "right": _measures(rights) if comparable else None,
-        "tasks": tasks[:MOST_TASKS],
-        "left_out": len(tasks[MOST_TASKS:]),
+        "tasks": tasks[:MAX_TASKS],
+        "left_out": len(tasks[MAX_TASKS:]),
         "remarks": [*_remarks_on_tasks(sides, rewards.tasks), *list_remarks(sides.one, sides.other, comparable)],
     }
 

@@ -22,18 +22,18 @@ from agentrl.workflow.store.reads.user_sql import run_query
 
 router = APIRouter(prefix="/api", tags=["sql"])
 
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 SECONDS = 5.0
-MOST_BODY = 100_000
+MAX_BODY = 100_000
 """Rows of an answer, seconds of a query, bytes of a request."""
 ANSWER_CHARS = 4_000_000
 """About the most characters of an answer."""
 AT_ONCE = 2
 """Queries that run at the same time: a run's own statements come before them."""
 _running = BoundedSemaphore(AT_ONCE)
-MOST_WAITING = 8
+MAX_WAITING = 8
 """Queries that run or wait; each takes a thread, of which the other answers need some."""
-_waiting = BoundedSemaphore(MOST_WAITING)
+_waiting = BoundedSemaphore(MAX_WAITING)
 
 
 class Query(BaseModel):
@@ -67,8 +67,8 @@ async def _read_body(request: Request) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MOST_BODY:
-            raise AccessDenied(f"The request has more than {MOST_BODY} bytes.", "Ask for less at a time.")
+        if len(body) > MAX_BODY:
+            raise AccessDenied(f"The request has more than {MAX_BODY} bytes.", "Ask for less at a time.")
     return bytes(body)
 
 
@@ -87,12 +87,12 @@ def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
     with _entered(_waiting, 0), _entered(_running, SECONDS):
         started = time.perf_counter()
         try:
-            columns, rows = run_query(store.settings, query, MOST_ROWS + 1, SECONDS)
+            columns, rows = run_query(store.settings, query, MAX_ROWS + 1, SECONDS)
         except ServiceError as error:  # locked, or away
             raise Busy(error.message, error.hint) from error
         seconds = time.perf_counter() - started
-    shown, cut = _show(rows[:MOST_ROWS])
-    return {"columns": columns, "rows": shown, "seconds": seconds, "cut": len(rows) > MOST_ROWS, "cells_cut": cut}
+    shown, cut = _show(rows[:MAX_ROWS])
+    return {"columns": columns, "rows": shown, "seconds": seconds, "cut": len(rows) > MAX_ROWS, "cells_cut": cut}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ SHOWN_CHARS = 20_000
 """The most characters of a text in an answer."""
 LISTED_CHARS = 2000
 """The most characters of a text in a row of a list."""
-MOST_DEPTH = 40
+MAX_DEPTH = 40
 """The deepest value that is shown as one."""
 
 
@@ -39,7 +39,7 @@ def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
         text = json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError):
         return "(not shown: nested too deep, or a number is too long)", 0
-    shallow = len(text) <= most and _depth(text) <= MOST_DEPTH
+    shallow = len(text) <= most and _depth(text) <= MAX_DEPTH
     return (value, None) if shallow else (text[:most], len(text))
 
 

@@ -16,7 +16,7 @@ from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
 """As many tokens beside a stretch may hold the rest of a letter: none has more bytes."""
-MOST_COMPARED = 200
+MAX_COMPARED = 200
 """As many sampled tokens, and characters, are compared where it is not sure whose a tokenizer is."""
 NOT_STORED = {
     "ratio": "The ratio of trained to sampling probability is not stored per token. For a whole update: agentrl whatif.",
@@ -186,7 +186,7 @@ def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundText
     steps, kept = load_steps(tx, ids), load_tokens(tx, ids)
     if not steps or not kept:
         return found
-    return found.checked(_unpack("i", kept[ids[0]].sampled_ids, 0, MOST_COMPARED), steps[0]["text"][:MOST_COMPARED])
+    return found.checked(_unpack("i", kept[ids[0]].sampled_ids, 0, MAX_COMPARED), steps[0]["text"][:MAX_COMPARED])
 
 
 def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:

@@ -7,9 +7,9 @@ from agentrl.workers.page.shown.shown_texts import ShownTexts
 from agentrl.workflow.store.row_codecs import SHARED
 
 Row = Mapping[str, Any]
-MOST_MESSAGES = 200
+MAX_MESSAGES = 200
 """The most messages of a turn or a task."""
-MOST_KEY = 10_000
+MAX_KEY = 10_000
 
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
@@ -48,11 +48,11 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
 
 def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
     """A task, as `load_task_of` gives it."""
-    shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MOST_KEY]}
+    shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
     texts.put(shown, "reference", task["reference"], task["reference_chars"], "task/reference")
     messages = task["messages"] if isinstance(task["messages"], list) else []
     shown["messages"] = [
-        shown_message(message, f"task/messages/{place}", texts) for place, message in enumerate(messages[:MOST_MESSAGES])
+        shown_message(message, f"task/messages/{place}", texts) for place, message in enumerate(messages[:MAX_MESSAGES])
     ]
-    shown["messages_left_out"] = len(messages[MOST_MESSAGES:])
+    shown["messages_left_out"] = len(messages[MAX_MESSAGES:])
     return shown

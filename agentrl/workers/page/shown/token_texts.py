@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
-LARGEST_FILE = 1 << 28
+MAX_FILE = 1 << 28
 """The most bytes of a tokenizer's file."""
-MOST_TOKENIZERS = 4
+MAX_TOKENIZERS = 4
 """As many are kept in memory."""
 _loading = Lock()
 
@@ -102,8 +102,8 @@ def find_texts(where: Settings, base: str) -> FoundTexts:
         return FoundTexts(None, f"The tokenizer of {base[:200]!r} is not on this machine.")
     try:
         size, changed = file.stat().st_size, file.stat().st_mtime_ns
-        if size > LARGEST_FILE:
-            return FoundTexts(None, f"The file {str(file)!r} is larger than {LARGEST_FILE} bytes.")
+        if size > MAX_FILE:
+            return FoundTexts(None, f"The file {str(file)!r} is larger than {MAX_FILE} bytes.")
         with _loading:
             return FoundTexts(_load(str(file), size, changed), sure=sure)
     except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
@@ -134,7 +134,7 @@ def _find_cached(base: str) -> Path | None:
     return None
 
 
-@lru_cache(MOST_TOKENIZERS)
+@lru_cache(MAX_TOKENIZERS)
 def _load(file: str, size: int, changed: int) -> TokenTexts:
     from tokenizers import Tokenizer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import Reader, explain_episode, find_reader
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_texts
-from agentrl.workers.page.shown.shown_messages import MOST_MESSAGES, new_messages, shown_message, shown_task
+from agentrl.workers.page.shown.shown_messages import MAX_MESSAGES, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.shown_texts import ShownTexts
 from agentrl.workers.page.shown.whole_run import typed_run
 from agentrl.workflow.analysis.outcome_text import fate_sentence
@@ -33,8 +33,8 @@ from agentrl.workflow.store.reads.turn_rows import (
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 Row = Mapping[str, Any]
-MOST_CALLS = 200
-MOST_ANNOTATIONS = 1000
+MAX_CALLS = 200
+MAX_ANNOTATIONS = 1000
 """The most calls of a turn, and annotations of an answer."""
 _STEP_FIELDS = (
     "step", "policy_version", "finish_reason", "mean_logprob", "generate_seconds", "sampled_at", "observed_at", "request_id",
@@ -59,7 +59,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
     steps = [step.index for step in shape.value.steps if start <= step.index < start + size]
     rewards, rewards_left = load_whole_rewards(tx, episode)
     forks, forks_left = load_forks(tx, episode)
-    annotations, annotations_left = load_annotations(tx, episode, shape.attempt, (), MOST_ANNOTATIONS)
+    annotations, annotations_left = load_annotations(tx, episode, shape.attempt, (), MAX_ANNOTATIONS)
     fate = load_fate(tx, row)
     end = start + size
     return {
@@ -73,7 +73,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
         "chains": list_chains(shape),
         "rewards": [dict(each) for each in rewards],
         "rewards_left_out": rewards_left,
-        "grades": [_shown_call(call, texts) for call in load_grades(tx, episode, shape.attempt)[:MOST_CALLS]],
+        "grades": [_shown_call(call, texts) for call in load_grades(tx, episode, shape.attempt)[:MAX_CALLS]],
         "fate": {**cut_texts(fate), "sentence": fate_sentence(fate)},
         "read_by": [{name: value for name, value in each.items() if name != "iteration_id"} for each in readers],
         "advantage": explain_episode(tx, reader, episode, shape.group_id),
@@ -111,7 +111,7 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
     parents = {parent for parent in before.values() if parent is not None and parent >= 0}
     calls = load_calls(tx, shape.step_ids([*{*steps, *parents}]))
     rewards = load_step_rewards(tx, shape.id, steps)
-    said, left = load_annotations(tx, shape.id, shape.attempt, steps, MOST_ANNOTATIONS) if steps else ([], 0)
+    said, left = load_annotations(tx, shape.id, shape.attempt, steps, MAX_ANNOTATIONS) if steps else ([], 0)
     idle = reasons_not_to_train(value)
     found = []
     for row in load_steps(tx, shape.step_ids(steps)):
@@ -133,8 +133,8 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
             texts.put(turn, name, row[name], row[f"{name}_chars"], f"steps/{number}/{name}")
         turn |= _shown_prompt(row, calls.get(parent, []) if parent is not None else [], texts)
         mine = calls.get(number, [])
-        turn["calls"] = [_shown_call(call, texts) for call in mine[:MOST_CALLS]]
-        turn["calls_left_out"] = len(mine[MOST_CALLS:])
+        turn["calls"] = [_shown_call(call, texts) for call in mine[:MAX_CALLS]]
+        turn["calls_left_out"] = len(mine[MAX_CALLS:])
         turn["rewards"] = rewards.get(number, [])
         turn["annotations"] = [_shown_annotation(each, texts) for each in said if each["step"] == number]
         found.append(turn)
@@ -147,10 +147,10 @@ def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[s
     """What was put before the model: `shared_messages` are as many as its line begins with; a call's result is told there."""
     shared, messages = new_messages(row["prompt"], results)
     shown = []
-    for place, message in messages[:MOST_MESSAGES]:
+    for place, message in messages[:MAX_MESSAGES]:
         one = shown_message(message, f"steps/{row['step']}/messages/{place}", texts)
         shown.append({**one, "edited": True} if one["role"] == "tool" and results else one)
-    return {"messages": shown, "messages_left_out": len(messages[MOST_MESSAGES:]), "shared_messages": shared}
+    return {"messages": shown, "messages_left_out": len(messages[MAX_MESSAGES:]), "shared_messages": shared}
 
 
 def _shown_call(call: Row, texts: ShownTexts) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, unpack_ids
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
 """The most characters of a text of a sibling."""
-MOST_SEGMENTS = 400
+MAX_SEGMENTS = 400
 """The most texts of a sibling."""
 ALIGNED_TOKENS = 65_536
 """As many tokens of each sibling are aligned."""
@@ -91,7 +91,7 @@ def _siblings(
 ) -> Iterator[dict[str, Any]]:
     ids = [episode.id for episode in group.episodes]
     parts, fates = load_sibling_parts(tx, ids), load_sibling_fates(tx, group.row.run, ids)
-    shown = [row["id"] for shape in shapes.values() for row in shape.rows[:MOST_SEGMENTS]]
+    shown = [row["id"] for shape in shapes.values() for row in shape.rows[:MAX_SEGMENTS]]
     steps, results = load_short_steps(tx, shown), load_short_results(tx, shown)
     for episode in group.episodes:
         row = cut_texts({**episode}, TEXT_CHARS)
@@ -104,8 +104,8 @@ def _siblings(
             "parts": parts.get(episode.id, []),
             "fate": fates.get(episode.id),
             "advantage": advantages.get(episode.id),
-            "text": segments[:MOST_SEGMENTS],
-            "text_left_out": len(segments[MOST_SEGMENTS:]) + len(shapes[episode.id].rows[MOST_SEGMENTS:]),
+            "text": segments[:MAX_SEGMENTS],
+            "text_left_out": len(segments[MAX_SEGMENTS:]) + len(shapes[episode.id].rows[MAX_SEGMENTS:]),
         }
 
 
@@ -113,7 +113,7 @@ def _segments(
     shape: EpisodeShape, steps: Mapping[int, Row], results: Mapping[int, Sequence[Row]], texts: ShownTexts
 ) -> Iterator[dict[str, Any]]:
     """What was put before the model, what it sampled, and what its calls gave, in order."""
-    for row in shape.rows[:MOST_SEGMENTS]:
+    for row in shape.rows[:MAX_SEGMENTS]:
         step, number = steps.get(row["id"]), row["step"]
         if step is None:
             continue

@@ -7,14 +7,14 @@ import { useChoice } from "./route.js";
 import { Asked, Link, More, openable, Search, Select, Table, useMore, When } from "./ui.js";
 
 const SAID_KINDS = ["", "reward", "message", "object", "annotation", "exception", "operation", "span"];
-const MOST_HINTS = 50;
+const MAX_HINTS = 50;
 
 export function AnnotationsView({ run, version }) {
   const [kind, setKind] = useChoice("kind");
   const [name, setName] = useChoice("name");
   const [sort, setSort] = useChoice("sort");
   const found = useMore(path(`runs/${run}/annotations`, { kind, name, sort, size: 100 }), version);
-  const names = [...new Set(found.rows.map((row) => row.name))].filter((each) => each && visible(each) === each).sort().slice(0, MOST_HINTS);
+  const names = [...new Set(found.rows.map((row) => row.name))].filter((each) => each && visible(each) === each).sort().slice(0, MAX_HINTS);
   const columns = [
     { key: "id", label: "number", number: true, sort: "id", cell: (row) => row.id },
     { key: "episode", label: "episode", number: true, cell: (row) => html`<${Link} to=${["episode", row.episode_id]}>${row.episode_id}<//>` },

@@ -7,7 +7,7 @@ import { go, href, useChoice } from "./route.js";
 import { Asked, useData, useWidth } from "./ui.js";
 
 const LANE = 26;
-const MOST_LEFT = 190;
+const MAX_LEFT = 190;
 const LETTER = 6.5;
 
 export function LanesView({ run, version, row }) {
@@ -32,7 +32,7 @@ function Lanes({ data, run }) {
   const start = Math.min(...spans.map((span) => span.a));
   const end = Math.max(...spans.map((span) => span.b), start + 1);
   const names = data.lanes.map((lane) => `${lane.queue} ${visible(lane.worker).slice(0, 22)}`);
-  const left = Math.min(MOST_LEFT, 10 + LETTER * Math.max(...names.map((name) => name.length)));
+  const left = Math.min(MAX_LEFT, 10 + LETTER * Math.max(...names.map((name) => name.length)));
   const place = (at) => left + ((at - start) / (end - start)) * Math.max(50, width - left - 10);
   const height = data.lanes.length * LANE + 30;
   return html`<div ref=${holder} class="lanes">

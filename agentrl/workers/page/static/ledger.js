@@ -5,7 +5,7 @@ import { ask, path } from "./data.js";
 import { number, percent } from "./format.js";
 import { Link, openable, Problem } from "./ui.js";
 
-const MOST_BARS = 400;
+const MAX_BARS = 400;
 
 export function LedgerView({ run, version }) {
   const [found, setFound] = useState({ rows: [], done: false, error: null });
@@ -23,11 +23,11 @@ export function LedgerView({ run, version }) {
     <${FateBar} parts=${order.map((fate) => [fate, sums[fate]])} all=${all} />
     <div class="legend">${order.map((fate) => html`<span key=${fate}><i class=${`f-${fate}`}></i>${fate.replaceAll("_", " ")} ${number(sums[fate])} <span class="quiet">${percent(sums[fate] / all)}</span></span>`)}</div>
     <h2>By iteration</h2>
-    <div class="ledger">${found.rows.slice(-MOST_BARS).map((row) => html`<div key=${row.iteration} class="ledger-row" data-row=${openable(["run", run, "iteration", row.iteration])}>
+    <div class="ledger">${found.rows.slice(-MAX_BARS).map((row) => html`<div key=${row.iteration} class="ledger-row" data-row=${openable(["run", run, "iteration", row.iteration])}>
       <${Link} to=${["run", run, "iteration", row.iteration]}>${row.iteration}<//>
       <${FateBar} parts=${order.map((fate) => [fate, row[fate] || 0])} all=${row.planned} small />
     </div>`)}</div>
-    ${found.rows.length > MOST_BARS && html`<p class="quiet">The newest ${MOST_BARS} of ${number(found.rows.length)} iterations; the sum above is of all.</p>`}
+    ${found.rows.length > MAX_BARS && html`<p class="quiet">The newest ${MAX_BARS} of ${number(found.rows.length)} iterations; the sum above is of all.</p>`}
     <p class="quiet">Why a fate is what it is: agentrl why EPISODE; all of them in SQL: v_ledger.</p>`;
 }
 

@@ -6,7 +6,7 @@ import { number, visible } from "./format.js";
 import { useChoice } from "./route.js";
 import { Asked, Fold, More, Table, Text, useMore } from "./ui.js";
 
-const MOST_LINES = 1500;
+const MAX_LINES = 1500;
 
 export function PromptsView({ run, version }) {
   const found = useMore(path(`runs/${run}/prompts`), version);
@@ -58,7 +58,7 @@ function Difference({ many, a, b, clear }) {
 const SIGNS = { "+": "added", "-": "removed" };
 
 function LineDiff({ one, other }) {
-  const lines = (text) => visible(text).split("\n").slice(0, MOST_LINES);
+  const lines = (text) => visible(text).split("\n").slice(0, MAX_LINES);
   const found = diffLines(lines(one), lines(other));
   if (found.every(([sign]) => sign === " ")) return html`<p class="quiet">They are the same, line by line.</p>`;
   return html`<div class="diff mono">${found.map(([sign, line], index) => html`<div key=${index} class=${SIGNS[sign]}>${`${sign} ${line}`}</div>`)}</div>`;

@@ -17,9 +17,9 @@ import { Connection, ShortName } from "./runs.js";
 import { TasksView } from "./tasks.js";
 import { Asked, Badge, Command, Fold, Link, More, openable, Problem, Table, Tabs, useData, useMore, When } from "./ui.js";
 
-const MOST_FRESH = 5000;
+const MAX_FRESH = 5000;
 const FEW_ITERATIONS = 100;
-const MOST_TOGETHER = 8;
+const MAX_TOGETHER = 8;
 
 export function RunPage({ run }) {
   const live = useLiveRun(run);
@@ -52,7 +52,7 @@ function useLiveRun(run) {
 /** The newest row of each iteration that came while the page was looked at. */
 function joinFresh(before, rows) {
   const found = new Map([...before, ...rows].map((row) => [row[0], row]));
-  return [...found.values()].slice(-MOST_FRESH);
+  return [...found.values()].slice(-MAX_FRESH);
 }
 
 function RunView({ run, told, live }) {
@@ -91,7 +91,7 @@ function RunView({ run, told, live }) {
 
 /** The numbers of the runs whose curves the address wants in the same charts, the page's own first. */
 function runsTogether(run, others) {
-  return [...new Set([String(run), ...others.split(",").filter((each) => /^\d+$/.test(each))])].slice(0, MOST_TOGETHER);
+  return [...new Set([String(run), ...others.split(",").filter((each) => /^\d+$/.test(each))])].slice(0, MAX_TOGETHER);
 }
 
 /** The head of several runs that are seen together: which they are, in the colours of their lines. */

@@ -10,8 +10,8 @@ import { Problem, Select } from "./ui.js";
 const PAGE = 4096;
 const BLOCK = 128;
 const SHADES = 9;
-const MOST_CHART_POINTS = 8000;
-const MOST_TOKENS = 65536;
+const MAX_CHART_POINTS = 8000;
+const MAX_TOKENS = 65536;
 
 export function TokensView({ episode, row }) {
   const strip = useStrip(episode);
@@ -28,7 +28,7 @@ export function TokensView({ episode, row }) {
       <${Select} label="colour" value=${color} onChange=${setColor} options=${metrics.length ? metrics.map((each) => [each.name, `${each.name}${each.source === "missing" ? " (not stored)" : ""}`]) : [["logprob", "logprob"]]} />
       <label><input type="checkbox" checked=${Boolean(only)} onChange=${(event) => setOnly(event.currentTarget.checked ? "1" : "")} /> only what was sampled</label>
       <${Scale} words=${words} />
-      <span class="quiet" role="status">${strip.done ? plural(strip.total, "token") : strip.ids.length >= MOST_TOKENS ? `the first ${number(strip.ids.length)} of ${number(strip.total)} tokens` : `reading ${number(strip.ids.length)} of ${number(strip.total)}…`}</span>
+      <span class="quiet" role="status">${strip.done ? plural(strip.total, "token") : strip.ids.length >= MAX_TOKENS ? `the first ${number(strip.ids.length)} of ${number(strip.total)} tokens` : `reading ${number(strip.ids.length)} of ${number(strip.total)}…`}</span>
     </div>
     ${chosen?.how && html`<p class="quiet">${visible(chosen.name)}: ${visible(chosen.source)}. ${visible(chosen.how)}</p>`}
     ${strip.why_no_texts && html`<p class="quiet">${visible(strip.why_no_texts)} Each token is shown by its number.</p>`}
@@ -65,7 +65,7 @@ async function readStrip(episode, signal, told) {
     addSegments(found.segments, page.segments);
     Object.assign(found, { total: page.total, metrics: page.metrics, why_no_texts: page.why_no_texts });
     told({ ...found, segments: [...found.segments], done: found.ids.length >= page.total, error: null });
-  } while (found.ids.length < Math.min(found.total, MOST_TOKENS));
+  } while (found.ids.length < Math.min(found.total, MAX_TOKENS));
 }
 
 /** Adds a page's pieces; one that began on the page before goes on. */
@@ -221,7 +221,7 @@ function TokenChart({ strip, color }) {
 }
 
 function chartLine(strip, color) {
-  const step = Math.max(1, Math.ceil(strip.ids.length / MOST_CHART_POINTS));
+  const step = Math.max(1, Math.ceil(strip.ids.length / MAX_CHART_POINTS));
   const x = [];
   const y = [];
   for (const segment of strip.segments) {

@@ -7,7 +7,7 @@ import { href, readRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
 const kept = new Map();
-const MOST_KEPT = 60;
+const MAX_KEPT = 60;
 const PAPER_WIDTH = 700;
 const PAPER_COLUMN = 325;
 
@@ -42,7 +42,7 @@ export function useData(asked, version = 0, how = ask) {
 function keep(asked, data) {
   kept.delete(asked);
   kept.set(asked, data);
-  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+  if (kept.size > MAX_KEPT) kept.delete(kept.keys().next().value);
 }
 
 /** Shows `children(data)` once there is an answer; before it a place that keeps its height, after a failure what is so. */

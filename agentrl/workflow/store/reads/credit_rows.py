@@ -8,9 +8,9 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, in_parts, shape_value
 from agentrl.workflow.trajectory import WHOLE, Episode
 
-MOST_STEPS = 5000
+MAX_STEPS = 5000
 """The most steps of an update whose tokens are credited again."""
-MOST_EPISODES = 20_000
+MAX_EPISODES = 20_000
 """The most episodes of a group or an update that are looked at."""
 _EPISODE = """
     e.id, e.run_id, e.group_id, e.sample, e.status, e.stop_reason, e.attempt, e.reward, e.parent_id, e.fork_step,
@@ -33,7 +33,7 @@ class Member:
 
 def load_group_members(tx: Any, group: int, reward_set: str) -> list[Member]:
     """The episodes of a group, by sample."""
-    query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MOST_EPISODES}"
+    query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MAX_EPISODES}"
     return _members(tx, select_rows(tx, query, id=group), reward_set)
 
 
@@ -41,7 +41,7 @@ def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -
     """The episodes that the run's update of that iteration (its row's number) read."""
     query = f"""
         SELECT {_EPISODE} FROM consumptions c JOIN episodes e ON e.id = c.episode_id
-        WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MOST_EPISODES}"""
+        WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MAX_EPISODES}"""
     return _members(tx, select_rows(tx, query, id=iteration, run=run_id), reward_set)
 
 
@@ -94,9 +94,9 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Episode -> its shape without what it has from a parent; None where they have more than MOST_STEPS steps."""
+    """Episode -> its shape without what it has from a parent; None where they have more than MAX_STEPS steps."""
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
-    left = MOST_STEPS
+    left = MAX_STEPS
     for some in in_parts([*steps]):
         query = f"""
             SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt

@@ -13,9 +13,9 @@ from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.paging import storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
-MOST_ITERATIONS = 1000
+MAX_ITERATIONS = 1000
 """The most iterations of one answer."""
-MOST_EVALS = 2000
+MAX_EVALS = 2000
 """The most evaluations, the newest versions."""
 OPEN = ("planned", "running")
 
@@ -87,7 +87,7 @@ class Curves:
 
 
 @sql_read_transaction
-def load_curves(tx: Any, run: str, after: int = 0, limit: int = MOST_ITERATIONS) -> Curves:
+def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) -> Curves:
     """The curves of a run.
 
     Args:
@@ -185,4 +185,4 @@ def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
         SELECT m.version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.run_id, r.finished_at
         FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id JOIN runs r ON r.id = m.run_id
         ORDER BY m.version DESC, m.run_id DESC LIMIT :limit"""
-    return [dict(row) for row in reversed(select_rows(tx, query, id=run_id, limit=MOST_EVALS))]
+    return [dict(row) for row in reversed(select_rows(tx, query, id=run_id, limit=MAX_EVALS))]

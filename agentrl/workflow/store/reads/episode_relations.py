@@ -11,8 +11,8 @@ from agentrl.workflow.store.reads.paging import select_values
 from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.turn_rows import cut_column
 
-MOST_FORKS = 100
-MOST_REWARDS = 500
+MAX_FORKS = 100
+MAX_REWARDS = 500
 """The most forks and parts of rewards of an episode that are listed."""
 
 
@@ -35,12 +35,12 @@ def load_task_of(tx: Any, task_id: int) -> Row:
 
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
     """What the whole episode earned, by part and reward set; and how many of its parts were too many."""
-    rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MOST_REWARDS + 1}"
+    rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MAX_REWARDS + 1}"
     found = select_values(tx, RewardRow, rest, id=episode)
-    if len(found) <= MOST_REWARDS:
+    if len(found) <= MAX_REWARDS:
         return found, 0
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM rewards WHERE episode_id = :id AND step < 0", id=episode)
-    return found[:MOST_REWARDS], count["n"] - MOST_REWARDS
+    return found[:MAX_REWARDS], count["n"] - MAX_REWARDS
 
 
 def load_beside(tx: Any, episode: int, group: int) -> Row:
@@ -56,10 +56,10 @@ def load_beside(tx: Any, episode: int, group: int) -> Row:
 
 
 def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
-    """The newest MOST_FORKS episodes that go on from the episode, and how many more there are."""
+    """The newest MAX_FORKS episodes that go on from the episode, and how many more there are."""
     query = f"""
         SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
-        JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MOST_FORKS}"""
+        JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MAX_FORKS}"""
     found = select_rows(tx, query, id=episode)
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE parent_id = :id", id=episode)
     return found, count["n"] - len(found)

@@ -7,7 +7,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
 
-MOST_PATH = 200
+MAX_PATH = 200
 """The most characters of a path."""
 _OF_STEPS = ("thought", "content", "text", "new_row")
 _OF_AGENTS = ("error", "output", "answer")
@@ -22,7 +22,7 @@ def load_text(tx: Any, episode: int, path: str) -> str:
         NotFoundError: there is no such episode, or it has no such text.
     """
     shape = episode_shape(tx, episode)
-    found = _find(tx, shape, path.split("/")) if len(path) <= MOST_PATH else None
+    found = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if found is None:
         raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -12,13 +12,13 @@ from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
-MOST_EPISODES = 4096
+MAX_EPISODES = 4096
 """The most episodes of one answer, in whole groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration; `left_out` counts groups that would have made more than MOST_EPISODES episodes."""
+    """An iteration; `left_out` counts groups that would have made more than MAX_EPISODES episodes."""
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
@@ -80,7 +80,7 @@ def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     episodes = 0
     for group in groups:
         episodes += group.pop("count")
-        if shown and episodes > MOST_EPISODES:
+        if shown and episodes > MAX_EPISODES:
             break
         shown.append(group)
     return shown

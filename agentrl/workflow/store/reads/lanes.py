@@ -9,11 +9,11 @@ from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_tran
 from agentrl.workflow.store.reads.paging import storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
-MOST_SPANS = 2000
+MAX_SPANS = 2000
 """The most spans of one answer: groups and updates first, then agents, then calls."""
 NEWEST = 5
 """How many iterations are meant where none is named."""
-MOST_ITERATIONS = 20
+MAX_ITERATIONS = 20
 """The most iterations of one answer."""
 QUEUES = {"group": "rollout", "update": "train", "agent": "agents", "call": "tools"}
 """Kind of span -> the queue whose workers do it."""
@@ -38,7 +38,7 @@ class Lanes:
 
 @sql_read_transaction
 def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
-    """The lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MOST_ITERATIONS.
+    """The lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MAX_ITERATIONS.
 
     Raises:
         NotFoundError: there is no such run.
@@ -50,13 +50,13 @@ def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = N
     begun = select_rows(tx, newest, id=run_id)
     to = min(storable_value(last), begun[0]["last"]) if last is not None and begun else (begun[0]["last"] if begun else 0)
     start = to - NEWEST + 1 if first is None else storable_value(first)
-    start = max(1, start, to - MOST_ITERATIONS + 1)
+    start = max(1, start, to - MAX_ITERATIONS + 1)
     values = {"id": run_id, "first": start - 1, "last": to - 1}
     found: list[Row] = []
     left_out = 0
     for query in _QUERIES.values():
-        rows = select_rows(tx, f"{_SPANS.format(query=query)} LIMIT :limit", **values, limit=MOST_SPANS - len(found) + 1)
-        if len(rows) > MOST_SPANS - len(found):
+        rows = select_rows(tx, f"{_SPANS.format(query=query)} LIMIT :limit", **values, limit=MAX_SPANS - len(found) + 1)
+        if len(rows) > MAX_SPANS - len(found):
             rows = rows[:-1]
             left_out += select_rows(tx, f"SELECT count(*) AS count FROM ({query}) spans", **values)[0]["count"] - len(rows)
         found += rows

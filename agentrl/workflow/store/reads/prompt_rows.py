@@ -9,9 +9,9 @@ from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, enc
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 KIND = "prompts"
-MOST_PROMPTS = 50
+MAX_PROMPTS = 50
 """The most versions of a page."""
-MOST_GROUPS = 2500
+MAX_GROUPS = 2500
 """The most groups whose episodes are counted for one page."""
 
 
@@ -27,13 +27,13 @@ class PromptsPage:
 
 @sql_read_transaction
 def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
-    """At most MOST_PROMPTS versions in the order in which they were first tried.
+    """At most MAX_PROMPTS versions in the order in which they were first tried.
 
     Raises:
         NotFoundError: there is no such run.
         ConfigError: no cursor of this list.
     """
-    size = min(size, MOST_PROMPTS)
+    size = min(size, MAX_PROMPTS)
     found = run_id_and_name(tx, run)
     query = """
         SELECT id, name, version, parent_version, note, chosen, text, created_at FROM resources
@@ -50,12 +50,12 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 
 
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Version -> its groups, and what their done episodes came to; of as many versions as have MOST_GROUPS groups."""
+    """Version -> its groups, and what their done episodes came to; of as many versions as have MAX_GROUPS groups."""
     query = f"""
         SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
-        ORDER BY resource_id LIMIT {MOST_GROUPS + 1}"""
+        ORDER BY resource_id LIMIT {MAX_GROUPS + 1}"""
     pairs = select_rows(tx, query)
-    unread = pairs[-1]["resource_id"] if len(pairs) > MOST_GROUPS else None
+    unread = pairs[-1]["resource_id"] if len(pairs) > MAX_GROUPS else None
     groups: dict[int, list[int]] = {version: [] for version in versions if unread is None or version < unread}
     for pair in pairs:
         if pair["resource_id"] in groups:

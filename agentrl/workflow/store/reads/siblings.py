@@ -14,8 +14,8 @@ from agentrl.workflow.store.reads.turn_rows import cut_column
 
 SHORT_CHARS = 4001
 """The most characters that are read of a sibling's text: one more than is shown."""
-MOST_SIBLINGS = 64
-MOST_PARTS = 5000
+MAX_SIBLINGS = 64
+MAX_PARTS = 5000
 """The most siblings of an answer, and rows of what they earned."""
 
 
@@ -31,7 +31,7 @@ class GroupOf:
 
 
 def load_group(tx: Any, group: int) -> GroupOf:
-    """A group with its first MOST_SIBLINGS episodes.
+    """A group with its first MAX_SIBLINGS episodes.
 
     Raises:
         NotFoundError: there is no such group.
@@ -41,7 +41,7 @@ def load_group(tx: Any, group: int) -> GroupOf:
     if not found:
         raise NotFoundError(f"There is no group {group}.", "List a run's episodes with `agentrl episodes RUN`.")
     (row,) = select_values(tx, GroupRow, "WHERE id = :id", id=number)
-    query = f"SELECT id FROM episodes WHERE group_id = :id ORDER BY sample LIMIT {MOST_SIBLINGS}"
+    query = f"SELECT id FROM episodes WHERE group_id = :id ORDER BY sample LIMIT {MAX_SIBLINGS}"
     ids = [each["id"] for each in select_rows(tx, query, id=number)]
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE group_id = :id", id=number)
     episodes = select_values(tx, EpisodeRow, f"WHERE id IN ({among(ids)})")
@@ -96,7 +96,7 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
-        ORDER BY w.id + 0 LIMIT {MOST_PARTS}"""
+        ORDER BY w.id + 0 LIMIT {MAX_PARTS}"""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in select_rows(tx, query):
         found.setdefault(row["episode_id"], []).append({name: row[name] for name in row if name != "episode_id"})
@@ -113,7 +113,7 @@ def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[
     """The updates that read some of them: those of the group's own run, else those of the first run that did."""
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions
-        WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MOST_PARTS}"""
+        WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MAX_PARTS}"""
     found = select_rows(tx, query)
     chosen = run_id if any(row["run_id"] == run_id for row in found) else next((row["run_id"] for row in found), None)
     return [row for row in found if row["run_id"] == chosen]

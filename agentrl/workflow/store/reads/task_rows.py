@@ -18,13 +18,13 @@ from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
 """What the list may be sorted by -> the column."""
-MOST_TASKS = 40
+MAX_TASKS = 40
 """The most tasks of a page."""
-MOST_EPISODES = 20_000
+MAX_EPISODES = 20_000
 """The most episodes that are read for one page, those of the first groups."""
 POINTS = 60
 """The most points of a task's curve."""
-MOST_GROUPS = 1000
+MAX_GROUPS = 1000
 """The most groups of one task's answer, the newest."""
 KIND = "tasks"
 
@@ -47,7 +47,7 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """At most MOST_TASKS tasks that the run has groups of, in one of TASK_ORDERS, by their first group unless one is asked for.
+    """At most MAX_TASKS tasks that the run has groups of, in one of TASK_ORDERS, by their first group unless one is asked for.
 
     Args:
         text: a text in the key or the reference.
@@ -56,7 +56,7 @@ def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25
         NotFoundError: there is no such run.
         ConfigError: no such order, or no cursor of this list.
     """
-    size = min(size, MOST_TASKS)
+    size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
     digest = blake2s(f"{run_id} {sort} {text}".encode("utf-8", "replace"), digest_size=6).hexdigest()
     offset = _parse_cursor(cursor, digest)
@@ -190,7 +190,7 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
     if not groups:
         return {}
     (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
-    read = groups[: max(1, MOST_EPISODES // max(1, first["size"]))]
+    read = groups[: max(1, MAX_EPISODES // max(1, first["size"]))]
     done = "FROM episodes WHERE group_id = g.id AND status = 'done' ORDER BY reward"
     ends = {"best": f"{done} DESC, id LIMIT 1", "worst": f"{done}, id LIMIT 1"}
     columns = ", ".join(f"(SELECT id {end}) AS {name}, (SELECT reward {end}) AS {name}_reward" for name, end in ends.items())
@@ -228,7 +228,7 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """A task of a run with its newest MOST_GROUPS groups, the oldest first, and their episodes' rewards.
+    """A task of a run with its newest MAX_GROUPS groups, the oldest first, and their episodes' rewards.
 
     Raises:
         NotFoundError: no such run, or it has nothing of such a task.
@@ -242,7 +242,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     groups = _load_groups(tx, found["id"], [task]).get(task, ()) if tasks else ()
     if not (role or groups):
         raise NotFoundError(f"{found['name']!r} has no task {task}.", f"agentrl episodes {found['name']}")
-    shown = groups[-MOST_GROUPS:]
+    shown = groups[-MAX_GROUPS:]
     rule = load_rule(tx, found["id"])
     (described,), left_out = _describe(tx, rule, tasks, {task: shown})
     episodes = _load_group_episodes(tx, [group["id"] for group in shown])
@@ -258,7 +258,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
 def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     query = f"""
         SELECT id, group_id, sample, status, stop_reason, reward FROM episodes
-        WHERE group_id IN ({among(groups)}) ORDER BY group_id, sample LIMIT {MOST_EPISODES}"""
+        WHERE group_id IN ({among(groups)}) ORDER BY group_id, sample LIMIT {MAX_EPISODES}"""
     found: dict[int, list[dict[str, Any]]] = {}
     for row in select_rows(tx, query):
         found.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})

@@ -12,7 +12,7 @@ from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
 """The most characters that are read of a text: one more than is shown of any."""
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 """The most calls, rewards or annotations that are read at once."""
 
 
@@ -55,7 +55,7 @@ def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
     for some in in_parts(ids):
         query = f"""
             SELECT {_CALL_COLUMNS} FROM tool_calls c WHERE c.step_id IN ({among(some)}) AND c.kind <> 'grade'
-            ORDER BY c.step, c.call LIMIT {MOST_ROWS}"""
+            ORDER BY c.step, c.call LIMIT {MAX_ROWS}"""
         for row in select_rows(tx, query):
             found.setdefault(row["step"], []).append(_with_queue_seconds(row))
     return found
@@ -65,7 +65,7 @@ def load_grades(tx: Any, episode: int, attempt: int) -> list[Row]:
     """The calls that judged the episode."""
     query = f"""
         SELECT {_CALL_COLUMNS} FROM tool_calls c WHERE c.episode_id = :id AND c.attempt = :attempt AND c.kind = 'grade'
-        ORDER BY c.step, c.call LIMIT {MOST_ROWS}"""
+        ORDER BY c.step, c.call LIMIT {MAX_ROWS}"""
     return [_with_queue_seconds(row) for row in select_rows(tx, query, id=episode, attempt=attempt)]
 
 
@@ -81,7 +81,7 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
         query = f"""
             SELECT w.step, s.name AS reward_set, w.part, w.value, w.weight FROM rewards w
             JOIN reward_sets s ON s.id = w.reward_set_id
-            WHERE w.episode_id = :id AND w.step IN ({among(some)}) ORDER BY w.id + 0 LIMIT {MOST_ROWS}"""
+            WHERE w.episode_id = :id AND w.step IN ({among(some)}) ORDER BY w.id + 0 LIMIT {MAX_ROWS}"""
         for row in select_rows(tx, query, id=episode):
             found.setdefault(row["step"], []).append({name: value for name, value in row.items() if name != "step"})
     return found
