@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.api.store_location import COMMAND, Place
+from agentrl.api.store_location import COMMAND, StoreLocation
 from agentrl.workflow.errors import AgentRLError
 
 SAID = "agentrl: "
@@ -18,7 +18,7 @@ NEXT = "Follow it: "
 """What the line begins with that says how to follow a run, which is followed here."""
 
 
-def ask(place: Place, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
+def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
     """The JSON that a command prints; its remarks go to stderr.
 
     Raises:
@@ -64,7 +64,7 @@ def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
         yield from _kinds(each)
 
 
-def follow(place: Place, run: str) -> Iterator[str]:
+def follow(place: StoreLocation, run: str) -> Iterator[str]:
     """The lines of `agentrl watch`, until the run is no longer at work."""
     environment = place.environment(PYTHONUNBUFFERED="1")
     child = subprocess.Popen(

@@ -14,7 +14,7 @@ from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
 from agentrl.api.run_options import RunOptions
 from agentrl.api.store import Store
-from agentrl.api.store_location import InMemoryStore, Place
+from agentrl.api.store_location import InMemoryStore, StoreLocation
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig
@@ -82,7 +82,7 @@ class Trainer:
             raise ConfigError(
                 f"Unknown strategy {strategy!r:.40}.", 'Pass "threads", "processes", or "cluster" for workers elsewhere.'
             )
-        self._place = Place.of(store)
+        self._place = StoreLocation.of(store)
         self._is_local, self._is_threaded = strategy != "cluster", strategy == "threads"
         self._variables = self._strategy_variables(n_runners)
         self._agent, self._algorithm, self._env = agent, algorithm, env

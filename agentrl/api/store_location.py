@@ -39,7 +39,9 @@ class InMemoryStore:
         if self.folder.exists():
             atexit.unregister(self.close)
             if (self.folder / "stack").exists():
-                subprocess.run([*COMMAND, "down"], env=Place.of(self.folder).environment(), capture_output=True, check=False)
+                subprocess.run(
+                    [*COMMAND, "down"], env=StoreLocation.of(self.folder).environment(), capture_output=True, check=False
+                )
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def __repr__(self) -> str:
@@ -47,7 +49,7 @@ class InMemoryStore:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """What commands are told of where their runs are.
 
     Args:
@@ -57,7 +59,7 @@ class Place:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "Place":
+    def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
         """The place that a person means: a folder, a SQLite file, a URL, a store; None: where the commands' runs are.
 
         Raises:

@@ -19,7 +19,7 @@ from typing import Any
 
 from celery.worker import state
 
-from agentrl.api.store_location import Place
+from agentrl.api.store_location import StoreLocation
 from agentrl.workers.jobs.model_slot import models
 from agentrl.workers.requests import submit
 from agentrl.workers.serving.endpoint import make_server, publish, serve
@@ -45,7 +45,7 @@ _busy = threading.Lock()
 
 
 @contextmanager
-def at_work(place: Place, variables: Mapping[str, str]) -> Iterator[None]:
+def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None]:
     """Works on the runs of that place in threads of this process, until the end of the `with`.
 
     Args:

@@ -12,7 +12,7 @@ from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 
 if TYPE_CHECKING:
-    from agentrl.workers.requests.requirements import Fitness, Requirements
+    from agentrl.workers.requests.requirements import Requirements, WorkerCheck
     from agentrl.workers.requests.submit import PreparedRun
     from agentrl.workflow.store.planning import Submission, SubmittedRun
 
@@ -161,7 +161,7 @@ def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[s
     return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
 
 
-def _ask_named_broker(asked: "Requirements") -> "tuple[list[Fitness], list[str], list[str]]":
+def _ask_named_broker(asked: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
     """Return the workers' answers, hints for missing services, and remarks on workers that did not answer."""
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
@@ -233,7 +233,7 @@ def _list_unfit(asked: "Requirements") -> Iterator[str]:
         yield from _difference_lines(worker)
 
 
-def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
+def _ask_embedded(asked: "Requirements") -> "list[WorkerCheck]":
     """The answers of the embedded stack's workers; waits for workers that are still starting."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
@@ -252,12 +252,12 @@ def _ask_embedded(asked: "Requirements") -> "list[Fitness]":
             return workers
 
 
-def _lack_lines(worker: "Fitness") -> Iterator[str]:
+def _lack_lines(worker: "WorkerCheck") -> Iterator[str]:
     for said in worker.lacks:
         yield f"{worker.label} {said}"
 
 
-def _difference_lines(worker: "Fitness") -> Iterator[str]:
+def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
     if worker.other and not worker.lacks:  # else `_lack_lines` has reported the worker
         yield f"{worker.label} differs from this command in: {', '.join(worker.other)}."
 

@@ -13,7 +13,7 @@ import pytest
 
 import agentrl
 from agentrl.api import command_process
-from agentrl.api.store_location import Place
+from agentrl.api.store_location import StoreLocation
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError
@@ -283,14 +283,14 @@ def test_an_error_of_a_command_comes_back_as_what_it_was() -> None:
 
 
 def test_a_store_may_be_a_folder_a_file_a_url_or_one_that_goes_with_the_process(tmp_path: Path) -> None:
-    assert Place.of(tmp_path).settings.database == f"sqlite:///{tmp_path}/agentrl.db"
-    assert Place.of(tmp_path / "runs.db").settings.database == f"sqlite:///{tmp_path}/runs.db"
-    assert Place.of("sqlite:///runs.db").settings.database == f"sqlite:///{Path.cwd()}/runs.db"
-    assert Place.of("postgresql://me@host/runs").settings.database == "postgresql://me@host/runs"
-    assert Place.of(None).environment() == dict(os.environ)
+    assert StoreLocation.of(tmp_path).settings.database == f"sqlite:///{tmp_path}/agentrl.db"
+    assert StoreLocation.of(tmp_path / "runs.db").settings.database == f"sqlite:///{tmp_path}/runs.db"
+    assert StoreLocation.of("sqlite:///runs.db").settings.database == f"sqlite:///{Path.cwd()}/runs.db"
+    assert StoreLocation.of("postgresql://me@host/runs").settings.database == "postgresql://me@host/runs"
+    assert StoreLocation.of(None).environment() == dict(os.environ)
     gone = agentrl.InMemoryStore()
-    assert Place.of(gone).settings.root == gone.folder
-    assert Place.of(gone).settings.models_dir.resolve() == settings().models_dir.resolve()
+    assert StoreLocation.of(gone).settings.root == gone.folder
+    assert StoreLocation.of(gone).settings.models_dir.resolve() == settings().models_dir.resolve()
     gone.close()
     assert not gone.folder.exists()
     assert settings().models_dir.is_dir()

@@ -178,7 +178,7 @@ def worker_of(role: str, folder: Path) -> Iterator[int]:
         made.wait(30)
 
 
-def ask_until_answered(question: requirements.Requirements) -> list[requirements.Fitness]:
+def ask_until_answered(question: requirements.Requirements) -> list[requirements.WorkerCheck]:
     """The workers' answers, once there are any."""
     deadline = time.monotonic() + 60
     while not (found := requirements.ask_workers(replace(question, roles=("agents",)), workers=1)):

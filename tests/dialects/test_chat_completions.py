@@ -13,7 +13,7 @@ from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
 from agentrl.workflow.dialects.chat_completions import Events, error_body, models, parse_turn, read, whole
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import AUTO
@@ -53,24 +53,24 @@ def asking(**fields: Any) -> Ask:
     return read(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields).encode())
 
 
-def turn_of(chat: Chat, text: str, finish: Any = "stop", top: Any = ()) -> Turn:
+def turn_of(chat: Chat, text: str, finish: Any = "stop", top: Any = ()) -> ResponseTurn:
     ids = tuple(chat.tokenizer.encode(text, add_special_tokens=False))
     return turn_of_ids(chat, ids, finish, top)
 
 
-def turn_of_ids(chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> Turn:
+def turn_of_ids(chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> ResponseTurn:
     return answering(asking(), chat, ids, finish, top)
 
 
-def answering(ask: Ask, chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> Turn:
-    return Turn(parse_turn(chat, ask, PROMPT, ids), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
+def answering(ask: Ask, chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> ResponseTurn:
+    return ResponseTurn(parse_turn(chat, ask, PROMPT, ids), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
 
 
-def answered(ask: Ask, turns: Sequence[Turn], chat: Chat) -> ChatCompletion:
+def answered(ask: Ask, turns: Sequence[ResponseTurn], chat: Chat) -> ChatCompletion:
     return ChatCompletion.model_validate(whole(ask, turns, HEAD, chat), strict=True)
 
 
-def streamed(ask: Ask, turns: Sequence[Turn], chat: Chat) -> bytes:
+def streamed(ask: Ask, turns: Sequence[ResponseTurn], chat: Chat) -> bytes:
     events = Events(ask, HEAD, chat)
     said = [events.begin()]
     for choice, turn in enumerate(turns):
@@ -278,5 +278,5 @@ def test_models_are_listed_as_the_api_lists_them() -> None:
 
 
 def test_an_empty_thought_and_no_calls_leave_no_field(chat: Chat) -> None:
-    message = whole(asking(), [Turn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], HEAD, chat)
+    message = whole(asking(), [ResponseTurn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], HEAD, chat)
     assert set(message["choices"][0]["message"]) == {"role", "content", "refusal"}

@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_openai import ChatOpenAI
 
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
 from agentrl.workflow.dialects.chat_completions import Events, error_body, read, whole
 from agentrl.workflow.engines import Completion
 from tests.support.small_models import tokenizer
@@ -45,7 +45,7 @@ class Server(httpx.MockTransport):
         self.asked: list[Ask] = []
         ids = tuple(chat.tokenizer.encode(text, add_special_tokens=False))
         top = tuple(((token, -0.5), (9, -0.7)) for token in ids)
-        self.turn = Turn(
+        self.turn = ResponseTurn(
             chat.parse(ids, [ADD], False, offered_only=True), Completion(ids, (-0.5,) * len(ids), finish, 0.1), top
         )
         self._chat = chat
@@ -61,7 +61,7 @@ class Server(httpx.MockTransport):
             return httpx.Response(200, json=whole(ask, turns, HEAD, self._chat))
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=b"".join(self._stream(ask, turns)))
 
-    def _stream(self, ask: Ask, turns: list[Turn]) -> Iterator[bytes]:
+    def _stream(self, ask: Ask, turns: list[ResponseTurn]) -> Iterator[bytes]:
         events = Events(ask, HEAD, self._chat)
         yield events.begin()
         for choice, turn in enumerate(turns):
@@ -90,7 +90,7 @@ def spelled(message: Any) -> tuple[str, list[tuple[str, Any]]]:
     return message.content or "", calls
 
 
-def expected(turn: Turn) -> tuple[str, list[tuple[str, Any]]]:
+def expected(turn: ResponseTurn) -> tuple[str, list[tuple[str, Any]]]:
     return turn.message.content, [(call.name, dict(call.arguments)) for call in turn.message.tool_calls if call.error is None]
 
 

@@ -28,7 +28,7 @@ from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.openai_engine import OpenAIServer
 from agentrl.workflow.inference.remote_engine import ServedEngine
-from agentrl.workflow.inference.server_responses import Answer, Cards, Completions, LlamaTurn, Tokens
+from agentrl.workflow.inference.server_responses import Cards, Completions, LlamaTurn, ServerResponse, Tokens
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -447,7 +447,7 @@ def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route
     assert f"{url} answered {path} {NONSENSE}" in said
 
 
-WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Callable[[], Any]]] = {
+WRONG_IN_MANY_PLACES: dict[str, tuple[type[ServerResponse], Callable[[], Any]]] = {
     "choices": (Completions, lambda: {"choices": [1] * 1_000_000}),
     "token ids": (Completions, lambda: {"choices": [{"token_ids": ["x"] * 1_000_000}]}),
     "the likeliest": (
@@ -464,7 +464,7 @@ WRONG_IN_MANY_PLACES: dict[str, tuple[type[Answer], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize(("shape", "make_answer"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
 def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(
-    shape: type[Answer], make_answer: Callable[[], Any]
+    shape: type[ServerResponse], make_answer: Callable[[], Any]
 ) -> None:
     found = make_answer()
     before = time.process_time()

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from agentrl.workers.page import page_server
-from agentrl.workers.page.door import HEADERS, MAX_BODY_BYTES, Door, Rules, names_of
+from agentrl.workers.page.door import HEADERS, MAX_BODY_BYTES, RequestGuard, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
 from agentrl.workflow.settings import Settings
@@ -40,7 +40,7 @@ def ask(store: ReadOnlyStore, rules: Rules, path: str, host: str = f"127.0.0.1:{
     """One request to the page as it is served."""
     method, headers = how.pop("method", "GET"), {"Host": host, **how.pop("headers", {})}
 
-    door = how.pop("door", None) or Door(served(store, bool(rules.action_token)), rules)
+    door = how.pop("door", None) or RequestGuard(served(store, bool(rules.action_token)), rules)
 
     async def send() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=door), base_url="http://127.0.0.1") as client:
@@ -51,7 +51,7 @@ def ask(store: ReadOnlyStore, rules: Rules, path: str, host: str = f"127.0.0.1:{
 
 def test_what_a_browser_is_started_with_is_a_token_once(store: ReadOnlyStore) -> None:
     rules = replace(OPEN, once="first")
-    door = Door(served(store), rules)
+    door = RequestGuard(served(store), rules)
     answers = [ask(store, rules, "/?token=first", "trainer:7788", door=door) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [303, 401]
     assert f"agentrl_ui_7788={TOKEN}" in answers[0].headers["set-cookie"]
@@ -104,7 +104,7 @@ def test_two_host_headers_are_none(store: ReadOnlyStore) -> None:
         "query_string": b"",
         "headers": headers,
     }
-    asyncio.run(Door(served(store), LOCAL)(scope, receive, send))
+    asyncio.run(RequestGuard(served(store), LOCAL)(scope, receive, send))
     assert sent[0]["status"] == 421
 
 

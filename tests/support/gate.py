@@ -19,7 +19,7 @@ from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.settings import settings
 from agentrl.workflow.tools import Tool
-from agentrl.workflow.training.advantages import Credited, Earned, relative_to_group
+from agentrl.workflow.training.advantages import Advantages, TokenRewards, relative_to_group
 from agentrl.workflow.trajectory import Episode
 
 PATIENCE_SECONDS = 300.0
@@ -127,7 +127,7 @@ def plus(a: int, b: int) -> str:
 held_plus = Tool(plus, timeout_seconds=PATIENCE_SECONDS)
 
 
-def credit(earned: Earned, options: AlgorithmConfig) -> Credited:
+def credit(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """GRPO's, by a trainer that has claimed the iteration."""
     wait("update")
     return relative_to_group(earned, options)

@@ -13,7 +13,7 @@ from agentrl.workflow.training.supervised import likelihood_objective
 from agentrl.workflow.trajectory import Episode, Message, PolicyRef, Step, Task
 
 
-class Told:
+class LearnedEpisode:
     """What a training told of itself."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from agentrl.workers.stack.process import database
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.settings import settings
-from agentrl.workflow.training.advantages import Credited, Earned, relative_to_group
+from agentrl.workflow.training.advantages import Advantages, TokenRewards, relative_to_group
 from agentrl.workflow.trajectory import Episode
 from bench.faults import world
 
@@ -30,7 +30,7 @@ def begun(root: Path, number: int) -> Path:
     return root / "stack" / f"update-{number}"
 
 
-def credit(earned: Earned, options: AlgorithmConfig) -> Credited:
+def credit(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """GRPO's, once the next iteration's rollouts were all claimed."""
     root = settings().root
     (root / "stack").mkdir(exist_ok=True)

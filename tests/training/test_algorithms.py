@@ -21,7 +21,7 @@ from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training import advantages as credit
-from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, Earned, group_relative, whiten
+from agentrl.workflow.training.advantages import TRL_EPSILON, VERL_EPSILON, Credit, TokenRewards, group_relative, whiten
 from agentrl.workflow.training.losses import (
     AGGREGATIONS,
     KL,
@@ -90,14 +90,14 @@ def options(name: str = "grpo", **named: Any) -> AlgorithmConfig:
     return settle_options(AlgorithmConfig(name=name, **named))
 
 
-def earned(values: Tensor | None = None) -> Earned:
+def earned(values: Tensor | None = None) -> TokenRewards:
     """The batch as credit sees it: without what stands between the sampled tokens."""
     rewards = torch.zeros_like(OLD)
     for row, (place, reward) in enumerate(zip(LAST, [r for group in REWARDS for r in group], strict=True)):
         rewards[row, place] = reward
     packed = [packed_to_the_left(tensor) for tensor in (rewards, MASK.double(), OLD if values is None else values)]
     turns = torch.tensor([[0, 0, 1, 1, 1, 1], [0] * 6, [0, 1, 1, 1, 1, 1], [0] * 6])
-    return Earned(packed[0], packed[1].bool(), turns, torch.tensor([0, 0, 1, 1]), None if values is None else packed[2])
+    return TokenRewards(packed[0], packed[1].bool(), turns, torch.tensor([0, 0, 1, 1]), None if values is None else packed[2])
 
 
 def packed_to_the_left(values: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_gae_is_that_of_verl_whitened_and_returns_not(golden: dict[str, Any]) ->
 
 def test_gae_over_turns_is_gae_of_turns_and_then_of_the_tokens_inside() -> None:
     """Two turns of 2 and 1 tokens, by hand: discount 0.9, lambda 0.5; the first token costs 0.1."""
-    one = Earned(
+    one = TokenRewards(
         rewards=torch.tensor([[-0.1, 0.2, 1.0]], dtype=torch.float64),
         mask=torch.ones(1, 3, dtype=torch.bool),
         turns=torch.tensor([[0, 0, 1]]),
@@ -360,11 +360,11 @@ REWARD = st.floats(-1e3, 1e3)
 RELATIVE = [name for name, found in gradients().items() if found.needs_group]
 
 
-def one_group(rewards: list[float], tokens: int = 2) -> Earned:
+def one_group(rewards: list[float], tokens: int = 2) -> TokenRewards:
     whole = torch.zeros(len(rewards), tokens, dtype=torch.float64)
     whole[:, -1] = torch.tensor(rewards)
     mask = torch.ones_like(whole, dtype=torch.bool)
-    return Earned(whole, mask, torch.zeros_like(mask, dtype=torch.long), torch.zeros(len(rewards)))
+    return TokenRewards(whole, mask, torch.zeros_like(mask, dtype=torch.long), torch.zeros(len(rewards)))
 
 
 @pytest.mark.parametrize("name", RELATIVE)
@@ -416,7 +416,7 @@ def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(
 
     mask = torch.nn.functional.pad(plain.mask[order], (0, padding))
     turns = torch.nn.functional.pad(plain.turns[order], (0, padding))
-    moved = Earned(filled(plain.rewards), mask, turns, plain.groups[order], filled(plain.values))
+    moved = TokenRewards(filled(plain.rewards), mask, turns, plain.groups[order], filled(plain.values))
     expected, got = compute(plain, options(name)).advantages[order], compute(moved, options(name)).advantages
     assert torch.allclose(got[:, :6], expected, rtol=1e-9, atol=1e-12)
     assert not got[~mask].any()

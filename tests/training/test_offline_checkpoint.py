@@ -27,7 +27,7 @@ from agentrl.workflow.training.offline_training import Recipe, TrainedModel
 from agentrl.workflow.training.preference import dpo
 from agentrl.workflow.training.supervised import sft, sft_on_episodes
 from tests.chat.test_clock import DATED
-from tests.support.learned_episodes import Told, start_of, two_turns
+from tests.support.learned_episodes import LearnedEpisode, start_of, two_turns
 from tests.support.small_models import tiny_random
 
 EPISODES = [two_turns(number + 1, seed=number) for number in range(6)]
@@ -41,7 +41,7 @@ class Interrupted(Exception):
     """Somebody pressed a key."""
 
 
-class Breaking(Told):
+class Breaking(LearnedEpisode):
     """Ends a training after that step."""
 
     def __init__(self, at: int) -> None:
@@ -83,7 +83,7 @@ def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_fir
     target = tmp_path / "model"
     interrupted(training, target)
     first = rendering_clock(target)
-    progress = Told()
+    progress = LearnedEpisode()
     learn(training, target, progress=progress)
     assert progress.done == 3, "the steps that the checkpoint has"
     assert rendering_clock(target) > first, "a training from the beginning has a new time"
@@ -92,7 +92,7 @@ def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_fir
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["demonstrations", "tiny", "episodes", "pairs"])
 def test_what_was_interrupted_goes_on_at_its_last_checkpoint_and_makes_the_same_weights(kind: str, tmp_path: Path) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))[kind], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))[kind], LearnedEpisode()
     whole = learn(training, tmp_path / "whole")
     target = tmp_path / "made"
     interrupted(training, target)
@@ -107,7 +107,7 @@ def test_what_was_interrupted_goes_on_at_its_last_checkpoint_and_makes_the_same_
 
 
 def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tmp_path: Path) -> None:
-    base, told = tiny_random(tmp_path / "base"), Told()
+    base, told = tiny_random(tmp_path / "base"), LearnedEpisode()
     training, target = trainings(base)["episodes"], tmp_path / "made"
     interrupted(training, target)
     others = [
@@ -126,7 +126,7 @@ def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tm
 
 
 def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     monkeypatch.setattr("agentrl.workflow.training.offline_checkpoint.MIN_SECONDS_APART", 0.0)
     with pytest.raises(Interrupted):
         learn(training, tmp_path / "made", progress=Breaking(5))
@@ -135,7 +135,7 @@ def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: P
 
 
 def test_the_same_command_goes_on_also_where_it_replaces_a_model(tmp_path: Path) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     learn(training, tmp_path / "made")
     with pytest.raises(Interrupted):
         learn(training, tmp_path / "made", save_every=3, overwrite=True, progress=Breaking(7))
@@ -145,7 +145,7 @@ def test_the_same_command_goes_on_also_where_it_replaces_a_model(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_begun_anew_if_asked(name: str, tmp_path: Path) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     interrupted(training, tmp_path / "made")
     file = tmp_path / ".made.training" / "last" / name
     file.write_bytes(file.read_bytes()[:-3])
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_begun_anew_if
     assert told.done == 0
 
 
-class Pressing(Told):
+class Pressing(LearnedEpisode):
     """Presses ctrl-C during the third step."""
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
@@ -166,7 +166,7 @@ class Pressing(Told):
 
 
 def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped, match=r"Stopped after step 3 of 9; the same command goes on there\."):
         learn(training, tmp_path / "made", progress=Pressing())
@@ -178,9 +178,9 @@ def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_ther
 
 
 def test_lost_device_ends_a_training_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
-    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], Told()
+    training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
 
-    class Failing(Told):
+    class Failing(LearnedEpisode):
         """Its device fails after step 5."""
 
         def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
@@ -213,7 +213,7 @@ def test_a_training_from_which_nothing_can_come_leaves_no_checkpoint(tmp_path: P
 def test_two_processes_do_not_make_one_model_at_a_time(tmp_path: Path) -> None:
     training, target = trainings(tiny_random(tmp_path / "base"))["episodes"], tmp_path / "made"
 
-    class Second(Told):
+    class Second(LearnedEpisode):
         def begins(self, parameters: Parameters, steps: int, done: int) -> None:
             with pytest.raises(ConflictError, match="Another process"):
                 learn(training, target)
@@ -238,7 +238,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
-    training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", Told()
+    training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", LearnedEpisode()
     interrupted(training, target)
     last = tmp_path / ".made.training" / "last"
     size = (last / "optimizer.safetensors").stat().st_size
@@ -251,7 +251,7 @@ def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_disk_that_refuses_the_model_leaves_no_half_of_it(tmp_path: Path) -> None:
-    training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", Told()
+    training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", LearnedEpisode()
     interrupted(training, target)
     with no_file_above(100_000), pytest.raises(CheckpointError, match="Cannot write the model"):
         learn(training, target)

@@ -28,7 +28,7 @@ from agentrl.workflow.training.preference import (
     sampler_differences,
 )
 from agentrl.workflow.trajectory import ROOT, Episode
-from tests.support.learned_episodes import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
+from tests.support.learned_episodes import PROMPT, LearnedEpisode, episode, logprobs_of, start_of, step, two_turns
 from tests.support.small_models import tiny_random
 
 RECIPE = Recipe(steps=8, batch_size=4, learning_rate=3e-3)
@@ -148,7 +148,7 @@ def test_where_not_even_one_pair_fits_it_says_so_and_leaves_no_folder(
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
 def test_the_chosen_become_likelier_and_the_rejected_less_likely(base: Path, tmp_path: Path, lora_r: int) -> None:
-    told = Told()
+    told = LearnedEpisode()
     recipe = replace(RECIPE, learning_rate=3e-2 if lora_r else 3e-3)
     made = dpo(PAIRS, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu", progress=told)
     seen = told.metrics

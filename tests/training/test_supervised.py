@@ -31,7 +31,7 @@ from agentrl.workflow.training.supervised import (
 )
 from agentrl.workflow.trajectory import Message, PolicyRef, Task
 from tests.chat.test_templates import TROUBLES
-from tests.support.learned_episodes import PROMPT, Told, episode, logprobs_of, start_of, step, two_turns
+from tests.support.learned_episodes import PROMPT, LearnedEpisode, episode, logprobs_of, start_of, step, two_turns
 from tests.support.small_models import chat, quantised, tiny_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -40,7 +40,7 @@ SHORT = Recipe(steps=6, batch_size=8, learning_rate=3e-3)
 
 
 def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelConfig | None = None) -> list[float]:
-    told = Told()
+    told = LearnedEpisode()
     sft(arithmetic, model, target, recipe=recipe, config=config, device="cpu", progress=told)
     return [metrics["loss"] for metrics in told.metrics]
 
@@ -94,7 +94,7 @@ def test_what_is_made_beside_a_quantised_base_says_what_was_trained(bits: int, t
 
 
 def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_out_share_fares(tmp_path: Path) -> None:
-    base, told = tiny_random(tmp_path / "base"), Told()
+    base, told = tiny_random(tmp_path / "base"), LearnedEpisode()
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 4})
     recipe = replace(SHORT, held_out=0.25)
     made = sft(arithmetic, str(base), tmp_path / "made", recipe=recipe, config=config, device="cpu", progress=told)
@@ -111,7 +111,7 @@ def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_ou
 
 
 def test_so_many_epochs_pass_over_all_samples_so_often(tmp_path: Path) -> None:
-    told = Told()
+    told = LearnedEpisode()
     made = sft(arithmetic, "tiny", tmp_path / "a", recipe=SHORT, epochs=3, max_tasks=20, device="cpu", progress=told)
     assert (made.recipe.steps, len(told.metrics), made.examples) == (9, 9, 20)  # 20 in batches of 8: 3 steps a pass
 

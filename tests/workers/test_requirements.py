@@ -218,7 +218,7 @@ def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, 
 
 
 def on_broker(
-    monkeypatch: pytest.MonkeyPatch, answers: Sequence[requirements.Fitness], served: dict[str, int], control: bool = True
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[requirements.WorkerCheck], served: dict[str, int], control: bool = True
 ) -> None:
     """Workers that answer so; others that `served` counts are mute."""
     monkeypatch.setattr(requirements, "ask_workers", lambda question: list(answers))
@@ -228,8 +228,8 @@ def on_broker(
 
 def worker(
     number: int, *roles: str, found: bool = True, lacks: tuple[str, ...] = (), other: tuple[str, ...] = ()
-) -> requirements.Fitness:
-    return requirements.Fitness(f"host:{number}", roles, found, lacks, other)
+) -> requirements.WorkerCheck:
+    return requirements.WorkerCheck(f"host:{number}", roles, found, lacks, other)
 
 
 ONE_EACH = dict.fromkeys(QUEUES, 1)
@@ -280,7 +280,7 @@ def test_named_broker_is_asked_again_until_its_workers_are_up(
     """`submit` right after `docker compose up -d`: the tools worker answers at the third look, and nothing is refused."""
     looks: list[int] = []
 
-    def answer(question: requirements.Requirements) -> list[requirements.Fitness]:
+    def answer(question: requirements.Requirements) -> list[requirements.WorkerCheck]:
         looks.append(1)
         return [worker(1, "rollout", "train"), *([worker(2, "tools")] if len(looks) > 2 else [])]
 
@@ -347,7 +347,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
 def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitting(
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
 ) -> None:
-    slow = requirements.Fitness("host:7", QUEUES, found)
+    slow = requirements.WorkerCheck("host:7", QUEUES, found)
     monkeypatch.setattr(requirements, "ask_workers", lambda *question, **more: [slow])
     monkeypatch.setattr(presence, "count_workers_by_queue", lambda: dict.fromkeys(QUEUES, 1))
     told = ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=True)

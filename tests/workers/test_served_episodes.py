@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from agentrl.workers.jobs import sampling_server
 from agentrl.workers.jobs.agent_rollout import AgentRollout
-from agentrl.workers.jobs.served_episodes import Opened, ServedEpisodes
+from agentrl.workers.jobs.served_episodes import OpenEpisode, ServedEpisodes
 from agentrl.workers.requests.serve_request import serve_config, serve_submission
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import DeviceLost, ServiceError
@@ -34,17 +34,17 @@ class Stage:
     db: Database
     episodes: ServedEpisodes
 
-    def open(self) -> Opened:
+    def open(self) -> OpenEpisode:
         return self.episodes.open("client").result(30)
 
-    def ask(self, opened: Opened) -> int:
+    def ask(self, opened: OpenEpisode) -> int:
         """The status of a call, which comes again while nobody holds its episode, as the endpoint's does."""
         deadline = time.monotonic() + 30
         while (status := self._ask(opened)) == 421 and time.monotonic() < deadline:
             time.sleep(0.05)
         return status
 
-    def _ask(self, opened: Opened) -> int:
+    def _ask(self, opened: OpenEpisode) -> int:
         body = json.dumps({"messages": [{"role": "user", "content": "How much is 6*7?"}]})
         headers = {"Authorization": f"Bearer {opened.key}", "X-Agentrl-Request": "0" * 32}
         connection = HTTPConnection(self.episodes.server.address, timeout=30)

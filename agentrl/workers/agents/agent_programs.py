@@ -34,7 +34,7 @@ BRIDGE = "/run/bridge.py"
 
 
 @dataclass(frozen=True)
-class Place:
+class AgentLaunch:
     """What an agent is started with.
 
     Args:
@@ -73,7 +73,9 @@ class Place:
 
 
 @contextmanager
-def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = "") -> Iterator[Place]:
+def placed(
+    asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
+) -> Iterator[AgentLaunch]:
     """The place of an agent, until it has ended.
 
     Args:
@@ -84,7 +86,7 @@ def placed(asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, A
     """
     check_held(asked)
     if not asked.command and not asked.sandboxed:
-        yield Place([], clean_environment() | _model(llm, emit_key), os.getcwd(), "", "", llm)
+        yield AgentLaunch([], clean_environment() | _model(llm, emit_key), os.getcwd(), "", "", llm)
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
@@ -111,13 +113,13 @@ def _told(folder: str) -> dict[str, str]:
     return {"AGENTRL_TASK": f"{folder}/task.json", "AGENTRL_ANSWER": f"{folder}/answer.json"}
 
 
-def _unsafe(asked: AgentConfig, files: Path, llm: LLM, emit_key: str) -> Place:
+def _unsafe(asked: AgentConfig, files: Path, llm: LLM, emit_key: str) -> AgentLaunch:
     environment = clean_environment() | _model(llm, emit_key) | _told(str(files))
-    return Place(command_of(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
+    return AgentLaunch(command_of(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
 
 
 @contextmanager
-def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[Place]:
+def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[AgentLaunch]:
     lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
     with ExitStack() as stack:
         stack.callback(lease.release)
@@ -153,7 +155,7 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
         bwrap = ["/bin/sh", "-c", shell, "sh", str(options), *_dropped(lease.uid), "bwrap", "--args", "9", "--", *command]
         outer = {"PATH": os.environ.get("PATH", "/usr/bin:/bin")}
         files = folder / "files"
-        yield Place(bwrap, outer, str(folder), str(files / "answer.json"), str(files), llm)
+        yield AgentLaunch(bwrap, outer, str(folder), str(files / "answer.json"), str(files), llm)
 
 
 def _dropped(uid: int | None) -> list[str]:

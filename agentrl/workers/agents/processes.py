@@ -128,7 +128,7 @@ def _stamp(file: str) -> object:
 
 
 @dataclass(eq=False)
-class _Place:
+class _InterpreterSlot:
     """Where an agent's interpreter stands, or will; who holds the lock starts it, uses it or ends it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -145,7 +145,7 @@ class _Place:
 class AgentServers:
     """The warm interpreters of this process, by agent: while one is started, those of other agents are used and started."""
 
-    _places: "OrderedDict[str, _Place]" = field(default_factory=OrderedDict)
+    _places: "OrderedDict[str, _InterpreterSlot]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
@@ -179,7 +179,7 @@ class AgentServers:
         """The interpreter of that agent, which nobody else uses meanwhile."""
         domain.hide()
         with self._lock:
-            place = self._places.setdefault(spec, _Place())
+            place = self._places.setdefault(spec, _InterpreterSlot())
             self._places.move_to_end(spec)
         while not place.lock.acquire(timeout=LOOK_SECONDS):
             if is_stopped():

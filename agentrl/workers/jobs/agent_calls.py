@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Drawn:
 class Answered:
     """All choices, whole and committed."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ResponseTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class AttemptGone:
     """The call is no longer answered here: it may be answered elsewhere, or its client has gone."""
 
 
-Said = Accepted | Drawn | Answered | Refused | Left
+RolloutMessage = Accepted | Drawn | Answered | Refused | AttemptGone
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +82,6 @@ class AgentCall:
     retry: int
     body_hash: str
     ask: Ask
-    tell: Callable[[Said], None]
+    tell: Callable[[RolloutMessage], None]
     gone: threading.Event = field(default_factory=threading.Event)
     answered: str = ""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left
+from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.text_length import TooLong
-from agentrl.workflow.dialects import Ask, RequestError, Turn
+from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.agent_draft import AgentDraft, Lines, continuing, opening
@@ -182,7 +182,7 @@ class AgentTurn:
         for future in self.futures:
             future.cancel()
 
-    def answer(self, turns: tuple[Turn, ...]) -> None:
+    def answer(self, turns: tuple[ResponseTurn, ...]) -> None:
         """Send the complete turns to every waiting call."""
         for call in self.waiting:
             call.answered = self.call.request_id
@@ -191,7 +191,7 @@ class AgentTurn:
     def leave(self) -> None:
         """Tell every waiting call that this process will not answer it."""
         for call in (*self.waiting, *self.later):
-            call.tell(Left())
+            call.tell(AttemptGone())
 
 
 @dataclass
@@ -385,8 +385,8 @@ def _hash_ids(ids: Sequence[int]) -> str:
     return hashlib.sha256(pack("i", ids)).hexdigest()
 
 
-def turn_of(step: Step, asked: Mapping[str, Any]) -> Turn:
+def turn_of(step: Step, asked: Mapping[str, Any]) -> ResponseTurn:
     """The turn of a stored step, as a reply says it; `asked` as its row has it."""
     completion = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds)
     top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
-    return Turn(step.message, completion, top)
+    return ResponseTurn(step.message, completion, top)

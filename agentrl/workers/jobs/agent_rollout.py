@@ -13,7 +13,7 @@ from hashlib import sha256
 from logging import getLogger
 from typing import Any
 
-from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Left, Refused
+from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
 from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long, turn_of
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Event, Inbox
@@ -54,7 +54,7 @@ _told_runs: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class AgentEnd:
+class AgentOutcome:
     """How an agent ended.
 
     Args:
@@ -70,7 +70,7 @@ class AgentEnd:
     rewards: Mapping[str, float] | None = None
 
 
-def judge_end(episode: Episode, end: AgentEnd) -> StopReason | Outcome:
+def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
     """Return why the episode stopped, or, if no sampled turn was delivered, how it failed."""
     last = episode.last_turn
     if last is None:
@@ -108,7 +108,7 @@ class AgentRollout:
     _arrived: set[AgentCall] = field(default_factory=set)
     _is_closed: bool = False
     _conversations: dict[int, Conversation] = field(default_factory=dict)
-    _ends: dict[int, AgentEnd] = field(default_factory=dict)
+    _ends: dict[int, AgentOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.experiment.config
@@ -151,7 +151,7 @@ class AgentRollout:
                 turn.stop()
                 turn.leave()
         for call in list(self._arrived):
-            call.tell(Left())
+            call.tell(AttemptGone())
 
     def start(self) -> None:
         """Serve every episode from the end of its record, and start an agent for each that has none."""
@@ -170,7 +170,7 @@ class AgentRollout:
         self._arrived.add(call)
         self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
         if self._is_closed:  # the inbox is no longer read
-            call.tell(Left())
+            call.tell(AttemptGone())
 
     def left(self, call: AgentCall) -> None:
         """Cancel the call because its client disconnected. Thread-safe."""
@@ -347,7 +347,7 @@ class AgentRollout:
             if conversation.is_ending or conversation.attempt != state.attempt:
                 continue
             conversation.is_ending = True
-            self._ends[number] = AgentEnd(state.error_class, state.error, state.answer, state.rewards)
+            self._ends[number] = AgentOutcome(state.error_class, state.error, state.answer, state.rewards)
             for turn in conversation.open:
                 turn.stop()
         self._end(
@@ -378,7 +378,7 @@ class AgentRollout:
         self._hold(number, Conversation(conversation.attempt + 1))
         self.agents.give([number])
 
-    def _end(self, ended: Mapping[int, AgentEnd]) -> None:
+    def _end(self, ended: Mapping[int, AgentOutcome]) -> None:
         """End episodes that have neither agent nor turns in flight; judges are asked first."""
         stopped, failures = dict[int, StopReason](), list[Outcome]()
         for number, end in ended.items():

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Drawn, Left, Refused, Said
+from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn, Refused, RolloutMessage
 from agentrl.workers.stack.process import database
 from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.annotations import Annotation, read_annotations
@@ -52,7 +52,7 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 
 
-class Holder(Protocol):
+class EpisodeServer(Protocol):
     """A rollout that answers the calls of episodes."""
 
     chat: Chat
@@ -72,19 +72,19 @@ class SamplingServer:
 
     address: str = ""
     rows: Callable[[], Database] = database
-    _held: dict[int, tuple[int, Holder]] = field(default_factory=dict)
+    _held: dict[int, tuple[int, EpisodeServer]] = field(default_factory=dict)
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def hold(self, episode: int, attempt: int, holder: Holder) -> None:
+    def hold(self, episode: int, attempt: int, holder: EpisodeServer) -> None:
         """From now on the holder answers for that attempt of the episode."""
         self._held[episode] = (attempt, holder)
 
-    def drop(self, episode: int, holder: Holder) -> None:
+    def drop(self, episode: int, holder: EpisodeServer) -> None:
         """It no longer does."""
         if self._held.get(episode, (0, None))[1] is holder:
             del self._held[episode]
 
-    async def find(self, key: str) -> tuple[int, int, Holder]:
+    async def find(self, key: str) -> tuple[int, int, EpisodeServer]:
         """The episode and attempt of the key, and who holds it.
 
         Raises:
@@ -110,7 +110,7 @@ class SamplingServer:
         """The application."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         try:
             await self._serve(exchange)
         except RequestError as error:
@@ -122,7 +122,7 @@ class SamplingServer:
             log.error("a request failed: %s in %s", type(error).__name__, locate_error(error))
             await exchange.refuse(RequestError(500, "The sampler failed; the reason is in its log.", code="internal_error"))
 
-    async def _serve(self, exchange: "Exchange") -> None:
+    async def _serve(self, exchange: "HttpExchange") -> None:
         match exchange.scope["method"], exchange.scope["path"]:
             case "POST", "/v1/chat/completions":
                 await self._sample(exchange)
@@ -134,18 +134,18 @@ class SamplingServer:
             case _:
                 raise RequestError(404, "Unknown route.", code="not_found")
 
-    async def _sample(self, exchange: "Exchange") -> None:
+    async def _sample(self, exchange: "HttpExchange") -> None:
         """Has a turn sampled, and writes it."""
         episode, attempt, holder = await self.find(exchange.key())
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
         ask = ask if ask.model else replace(ask, model=holder.model)
-        said: asyncio.Queue[Said] = asyncio.Queue()
+        said: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        held: list[Said] = []
+        held: list[RolloutMessage] = []
 
-        def tell(word: Said) -> None:
+        def tell(word: RolloutMessage) -> None:
             held.append(word)
             if isinstance(word, Accepted) and not ask.stream:
                 return  # nothing is written yet: it wakes nobody
@@ -173,7 +173,7 @@ class SamplingServer:
                 task.cancel()
             await asyncio.gather(reply, gone, return_exceptions=True)
 
-    async def _note(self, exchange: "Exchange") -> None:
+    async def _note(self, exchange: "HttpExchange") -> None:
         """Writes what an agent says of its episode."""
         episode, attempt, _ = await self.find(sampling_key(exchange.key()))
         said = await asyncio.to_thread(_read_annotations, await exchange.body())
@@ -195,7 +195,7 @@ def _read_annotations(body: bytes) -> Sequence[Annotation]:
         raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
 
 
-def _put_all(said: "asyncio.Queue[Said]", words: Iterable[Said]) -> None:
+def _put_all(said: "asyncio.Queue[RolloutMessage]", words: Iterable[RolloutMessage]) -> None:
     for word in words:
         said.put_nowait(word)
 
@@ -204,7 +204,7 @@ class _BrokenOff(Exception):
     """A stream that was begun has no end here."""
 
 
-async def _reply(exchange: "Exchange", holder: Holder, ask: Ask, said: "asyncio.Queue[Said]") -> None:
+async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, said: "asyncio.Queue[RolloutMessage]") -> None:
     """Writes the reply as it is told."""
     accepted = await said.get()
     if isinstance(accepted, Refused):
@@ -218,18 +218,18 @@ async def _reply(exchange: "Exchange", holder: Holder, ask: Ask, said: "asyncio.
     while not isinstance(word := await said.get(), Answered):
         if isinstance(word, Refused):
             raise word.error
-        if isinstance(word, Left):
+        if isinstance(word, AttemptGone):
             raise _not_here()
     await exchange.answer(200, chat_completions.whole(ask, word.turns, head, holder.chat))
 
 
-async def _stream(exchange: "Exchange", events: Any, said: "asyncio.Queue[Said]") -> None:
+async def _stream(exchange: "HttpExchange", events: Any, said: "asyncio.Queue[RolloutMessage]") -> None:
     """Writes the events, those of one choice after those of the other, so that they are the same whenever they are written."""
     await exchange.begin_stream()
     await exchange.write(events.begin())
     drawn: dict[int, list[int]] = {}
     while not isinstance(word := await said.get(), Answered):
-        if isinstance(word, Refused | Left):  # the connection ends without the last event: whoever forwards asks again
+        if isinstance(word, Refused | AttemptGone):  # the connection ends without the last event: whoever forwards asks again
             raise _BrokenOff(word)
         if isinstance(word, Drawn):
             drawn.setdefault(word.choice, []).append(word.token)
@@ -245,7 +245,7 @@ async def _stream(exchange: "Exchange", events: Any, said: "asyncio.Queue[Said]"
 
 
 @dataclass(eq=False)
-class Exchange:
+class HttpExchange:
     """One request and its reply."""
 
     scope: Scope

@@ -37,7 +37,7 @@ FORGET_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenEpisode:
     """An episode that takes calls, and the key that its annotations are forwarded with."""
 
     episode: ServedEpisode
@@ -120,7 +120,7 @@ class ServedEpisodes:
         self._heartbeat.start()
         self._thread.start()
 
-    def open(self, client: str) -> "Future[Opened]":
+    def open(self, client: str) -> "Future[OpenEpisode]":
         """Opens an episode for a client of that name.
 
         The future raises ServiceError where the database is away, and StateError where the run is over.
@@ -193,7 +193,7 @@ class ServedEpisodes:
             if (rollout := self._rollouts.get(group)) is not None:
                 self._guard(rollout, partial(rollout.handle, mine))
 
-    def _open(self, client: str, emit_key: str) -> Opened:
+    def _open(self, client: str, emit_key: str) -> OpenEpisode:
         if self._closing.is_set() or self.lost.is_set():
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
         lease = settings().lease_seconds
@@ -211,7 +211,7 @@ class ServedEpisodes:
             log.warning("%s", error)  # it is taken up once the database is back; its calls wait, or come again
         if opened.id not in self._opened:
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
-        return Opened(opened, emit_key)
+        return OpenEpisode(opened, emit_key)
 
     def _take_up(self, opened: ServedEpisode) -> None:
         """Drives the episode from the end of its rows.
@@ -317,8 +317,8 @@ class ServedEpisodes:
 
     # orders
 
-    def _order(self, act: Callable[[], "Opened | None"]) -> "Future[Opened]":
-        told: Future[Opened] = Future()
+    def _order(self, act: Callable[[], "OpenEpisode | None"]) -> "Future[OpenEpisode]":
+        told: Future[OpenEpisode] = Future()
 
         def run() -> None:
             try:

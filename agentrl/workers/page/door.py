@@ -71,7 +71,7 @@ class Rules:
         return f"agentrl_ui_{self.port}"
 
 
-class Door:
+class RequestGuard:
     """Refuses requests before the application sees them, and adds the headers that bind the browser."""
 
     def __init__(self, app: App, rules: Rules) -> None:

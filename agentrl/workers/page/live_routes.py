@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from agentrl.workers.page.answers import plain, refuse
 from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.shown.whole_run import list_shown_runs
-from agentrl.workers.page.shown.within import Within, look
+from agentrl.workers.page.shown.within import TransactionReader, look
 from agentrl.workflow.errors import AgentRLError, NotFoundError
 from agentrl.workflow.store.reads import curves, live_state, run_rows
 
@@ -219,7 +219,7 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
     """What may be other than when `since` iterations were over."""
 
-    def read(db: Within) -> dict[str, Any]:
+    def read(db: TransactionReader) -> dict[str, Any]:
         name = run_rows.run_name(db.tx, run)
         (row,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
         rows = curves.load_curves(db, name, since, MAX_ROWS).rows

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.page.door import Door, Rules, names_of
+from agentrl.workers.page.door import RequestGuard, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
 from agentrl.workers.serving.guarded_http import make_server, sweep
@@ -24,7 +24,7 @@ GOODBYE_SECONDS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class PageAddress:
     """How the page is reached: its rules, the link to open, and one that a browser of this machine may be started with."""
 
     rules: Rules
@@ -32,7 +32,7 @@ class Opened:
     first_link: str
 
 
-def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
+def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAddress:
     """The rules of a page at that socket; the link has the token in it where one is wanted."""
     host, port = listening.getsockname()[:2]
     local = is_loopback(listening)
@@ -45,13 +45,13 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> Opened:
     everywhere_name = "127.0.0.1" if settings().image else socket.gethostname()
     shown = everywhere_name if everywhere else f"[{host}]" if ":" in host else host
     at, secret = f"http://{shown}:{port}/", bool(wanted or actions)
-    return Opened(rules, f"{at}?token={token}" if secret else at, f"{at}?token={once}" if secret else at)
+    return PageAddress(rules, f"{at}?token={token}" if secret else at, f"{at}?token={once}" if secret else at)
 
 
 def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
     """Serves until SIGINT, SIGTERM or the end of the terminal."""
     app = application(store, actions=bool(rules.action_token))
-    server = make_server(Door(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
+    server = make_server(RequestGuard(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
     signal.signal(signal.SIGTERM, _end)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _end)

@@ -91,7 +91,7 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class Fitness:
+class WorkerCheck:
     """A worker's answer: what it `lacks`, in sentences, and the names of what is `other` than the command's.
 
     `found`: whether the check is complete.
@@ -132,14 +132,14 @@ def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
     return QUEUES if config.agent is None else ALL_QUEUES
 
 
-def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness]:
+def ask_workers(asked: Requirements, workers: int | None = None) -> list[WorkerCheck]:
     """The answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that does not
     answer has no entry.
 
     Args:
         workers: the number of workers, if known: then no time is spent waiting for more.
     """
-    found: dict[str, Fitness] = {}
+    found: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS
     asking: dict[str, Any] = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
     if AGENTS not in asked.roles:
@@ -153,9 +153,9 @@ def ask_workers(asked: Requirements, workers: int | None = None) -> list[Fitness
             return [each for each in found.values() if set(each.roles) & set(asked.roles)]
 
 
-def _parse_fitness(answer: Mapping[str, Any]) -> Fitness:
+def _parse_fitness(answer: Mapping[str, Any]) -> WorkerCheck:
     lists = (tuple(answer[name]) for name in ("lacks", "other"))
-    return Fitness(answer["worker"], tuple(answer["roles"]), answer["found"], *lists)
+    return WorkerCheck(answer["worker"], tuple(answer["roles"]), answer["found"], *lists)
 
 
 # in the worker
@@ -181,8 +181,8 @@ def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any
     try:
         lacks, other = _looks[key].result(REPLY_SECONDS)
     except TimeoutError:
-        return asdict(Fitness(worker_name(), tuple(roles), found=False))
-    return asdict(Fitness(worker_name(), tuple(roles), True, tuple(lacks), tuple(other)))
+        return asdict(WorkerCheck(worker_name(), tuple(roles), found=False))
+    return asdict(WorkerCheck(worker_name(), tuple(roles), True, tuple(lacks), tuple(other)))
 
 
 def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requirements, roles: Sequence[str]) -> None:

@@ -102,22 +102,22 @@ class ClientDoor:
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """See `Door`."""
+        """See `Authenticator`."""
         return {END: "POST"}
 
     @property
     def origins(self) -> Set[str]:
-        """See `Door`: none if the server has no key."""
+        """See `Authenticator`: none if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
-        """See `Door`."""
+        """See `Authenticator`."""
         self._identify(shown, headers)
         return self.run
 
     @asynccontextmanager
     async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
-        """See `Door`: a client's annotations open an episode as its calls do."""
+        """See `Authenticator`: a client's annotations open an episode as its calls do."""
         who = self._identify(shown, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1

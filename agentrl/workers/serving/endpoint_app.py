@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from agentrl.workers.serving import api_errors, cors
 from agentrl.workers.serving.api_errors import ApiError
-from agentrl.workers.serving.exchange import ClientGone, Exchange, Receive, Send
+from agentrl.workers.serving.exchange import AsgiExchange, ClientGone, Receive, Send
 from agentrl.workers.serving.forwarding import Call, Forward, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
@@ -29,7 +29,7 @@ from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.errors import ServiceError, locate_error
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.spans import otlp, span_annotations
-from agentrl.workflow.store.endpoint_reads import Place
+from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 log = getLogger("agentrl.endpoint")
 
@@ -62,7 +62,7 @@ class Limits:
     held_bytes: int = MAX_HELD_BYTES
 
 
-class Door(Protocol):
+class Authenticator(Protocol):
     """Whose calls are let in, and to which attempt they belong. `shown` is the key that a call came with, "" if none."""
 
     @property
@@ -104,21 +104,21 @@ class AttemptDoor:
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """See `Door`."""
+        """See `Authenticator`."""
         return {}
 
     @property
     def origins(self) -> Set[str]:
-        """See `Door`: no page may use an attempt's key."""
+        """See `Authenticator`: no page may use an attempt's key."""
         return frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
-        """See `Door`."""
+        """See `Authenticator`."""
         return require_open(await find_place(self.places, _checked(shown))).run
 
     @asynccontextmanager
     async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
-        """See `Door`."""
+        """See `Authenticator`."""
         yield _checked(shown)
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
@@ -131,7 +131,7 @@ def _checked(shown: str) -> str:
     return shown
 
 
-async def find_place(places: Places, key: str) -> Place | None:
+async def find_place(places: Places, key: str) -> AttemptLocation | None:
     """The place of the attempt with that key.
 
     Raises:
@@ -150,7 +150,7 @@ class Endpoint:
 
     places: Places
     limits: Limits = Limits()
-    door: Door | None = None
+    door: Authenticator | None = None
     """Unset: an `AttemptDoor`."""
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
@@ -162,7 +162,7 @@ class Endpoint:
         """Answers one request."""
         if scope["type"] != "http":
             return
-        exchange = Exchange(receive, send)
+        exchange = AsgiExchange(receive, send)
         try:
             await self._answer(scope, exchange)
         except ApiError as error:
@@ -173,7 +173,7 @@ class Endpoint:
             log.error("call req_%s failed: %s in %s", exchange.request_id, type(error).__name__, locate_error(error))
             await exchange.refuse(api_errors.internal())
 
-    async def _answer(self, scope: dict[str, Any], exchange: Exchange) -> None:
+    async def _answer(self, scope: dict[str, Any], exchange: AsgiExchange) -> None:
         if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
         path, key = _split_path(scope["path"])
@@ -217,7 +217,7 @@ class Endpoint:
         model = {"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}
         return model if name else {"object": "list", "data": [model]}
 
-    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
         """Takes an export of OpenTelemetry's traces: its spans become annotations of the key's episode."""
         kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
         try:
@@ -230,7 +230,7 @@ class Endpoint:
             return
         await exchange.answer(200, span_annotations.answer(kind, rejected, why), kind=kind)
 
-    async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: Exchange) -> tuple[int, str]:
+    async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> tuple[int, str]:
         """How many spans were not kept, and why the first of them was not."""
         if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
             raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
@@ -239,7 +239,7 @@ class Endpoint:
             async with self._turns.setdefault(key_hash(samples), asyncio.Lock()):  # an attempt with many waits for itself alone
                 return await self._take_in_turn(key, kind, headers, exchange)
 
-    async def _take_in_turn(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: Exchange) -> tuple[int, str]:
+    async def _take_in_turn(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> tuple[int, str]:
         place = require_open(await find_place(self.places, sampling_key(key)))
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
@@ -272,22 +272,22 @@ class Endpoint:
         return answered[0], bytes(told)
 
     @cached_property
-    def _door(self) -> Door:
+    def _door(self) -> Authenticator:
         return self.door or AttemptDoor(self.places)
 
-    async def _call(self, path: str, key: str, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    async def _call(self, path: str, key: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
         samples = sampling_key(key) if path == ANNOTATIONS else key
         with self._slot(key_hash(samples)):
             require_open(await find_place(self.places, samples))
             forwarded = _headers_for_worker(key, headers, exchange.request_id)
             await self._forward(path, key_hash(samples), forwarded, headers, exchange)
 
-    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: Exchange, most: int) -> bytes:
+    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange, most: int) -> bytes:
         most, length = min(most, self.limits.body_bytes), headers.get(b"content-length", b"")
         return await exchange.body(length, most, self.limits.body_seconds, lambda size: None)
 
     async def _forward(
-        self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: Exchange
+        self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: AsgiExchange
     ) -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise api_errors.encoded_body()
@@ -301,7 +301,7 @@ class Endpoint:
             await exchange.unless_gone(forward.run())
 
     @asynccontextmanager
-    async def _body(self, headers: Mapping[bytes, bytes], exchange: Exchange) -> AsyncIterator[bytes]:
+    async def _body(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange) -> AsyncIterator[bytes]:
         """The body, which counts among those of all open calls until the end of the `with`.
 
         Raises:

@@ -22,7 +22,7 @@ class ClientGone(Exception):
     """The client hung up."""
 
 
-class Exchange:
+class AsgiExchange:
     """One request and its answer over ASGI. Every answer gets `headers`, among them `x-request-id`."""
 
     def __init__(self, receive: Receive, send: Send) -> None:

@@ -20,7 +20,7 @@ from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Broken, Connection, Headers, Upstreams
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
-from agentrl.workflow.store.endpoint_reads import Place
+from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 T = TypeVar("T")
 log = getLogger("agentrl.endpoint")
@@ -227,7 +227,7 @@ class _Said(ApiError):
         return api_errors.as_json(found) if isinstance(found, dict) and "error" in found else api_errors.differs().body
 
 
-def require_open(place: Place | None) -> Place:
+def require_open(place: AttemptLocation | None) -> AttemptLocation:
     """The place, if there is one whose episode goes on.
 
     Raises:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from agentrl.workflow.store.endpoint_reads import Place
+from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 KNOWN_SECONDS = 5.0
 """How long a place is taken as read. A worker that no longer holds an episode says so (421): an old place costs time alone."""
@@ -18,14 +18,14 @@ MAX_READ = 500
 class Places:
     """The look-up of one endpoint; used in its event loop alone."""
 
-    def __init__(self, read: Callable[[Collection[str]], dict[str, Place]]) -> None:
+    def __init__(self, read: Callable[[Collection[str]], dict[str, AttemptLocation]]) -> None:
         self._read = read
-        self._known: OrderedDict[str, tuple[float, Place]] = OrderedDict()
-        self._asked: dict[str, asyncio.Future[Place | None]] = {}
+        self._known: OrderedDict[str, tuple[float, AttemptLocation]] = OrderedDict()
+        self._asked: dict[str, asyncio.Future[AttemptLocation | None]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "rows")
 
-    async def find(self, key_hash: str, fresh: bool = False) -> Place | None:
+    async def find(self, key_hash: str, fresh: bool = False) -> AttemptLocation | None:
         """The place of the key with that hash; None if no attempt has it.
 
         Args:
@@ -62,7 +62,7 @@ class Places:
                     future.set_result(found.get(name))
         self._reading = None
 
-    def _remember(self, key_hash: str, place: Place | None) -> None:
+    def _remember(self, key_hash: str, place: AttemptLocation | None) -> None:
         self._known.pop(key_hash, None)
         if place is not None and not place.over and place.address is not None:
             self._known[key_hash] = (time.monotonic(), place)

@@ -59,7 +59,7 @@ class Call(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResult:
     """The tool's answer, as a model would read it; `error_class` is null for success. `seconds` is the time it took."""
 
     result: str
@@ -68,7 +68,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SessionInfo:
     """A session: what to call it, the tools whose names last in it, and after how many seconds without a call it ends."""
 
     session: str
@@ -110,7 +110,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
         return [Description.of(tool) for tool in tools.values()]
 
     @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _SESSION_PROBLEMS, openapi_extra=_BODY)
-    async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> Answer:
+    async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
         """Runs the tool; what it says to wrong arguments is an answer too."""
         if tool.name in kept:
             raise HTTPException(409, f"{tool.name!r} needs a session. {_SESSION_HINT}")
@@ -122,12 +122,12 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
         return Description.of(tool)
 
     @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many sessions are open"}})
-    async def open_session() -> Opened:
+    async def open_session() -> SessionInfo:
         """Opens a session."""
-        return Opened(sessions.open(), kept, sessions.idle_seconds)
+        return SessionInfo(sessions.open(), kept, sessions.idle_seconds)
 
     @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
-    async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> Answer:
+    async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
         """Runs the tool after the session's calls that came before; what it keeps lasts until the session ends."""
         return await sessions.run(session, partial(_call_answer, tool, await _arguments(request)))
 
@@ -179,13 +179,13 @@ async def _body(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> Answer:
+def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> CallResult:
     refused = refusal(ToolCall(tool.name, arguments), 0, {tool.name: tool}, RolloutConfig())
     try:
         told = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
         raise HTTPException(503, storable(str(error))) from error
-    return Answer(storable(told.content), told.error_class, told.seconds)
+    return CallResult(storable(told.content), told.error_class, told.seconds)
 
 
 def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:

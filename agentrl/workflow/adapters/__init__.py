@@ -68,7 +68,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SpanMessage:
     """A message as a span tells it.
 
     Args:
@@ -82,7 +82,7 @@ class Told:
 
 
 def make_turn(
-    span: Span, messages: Sequence[Told], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
+    span: Span, messages: Sequence[SpanMessage], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
     """The turn with the tokens that the span has, checked.
 
@@ -150,7 +150,7 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
     return [_with_whole_characters(item, levels - 1) for item in value] if isinstance(value, list) else value
 
 
-def _answered(told: Sequence[Told]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+def _answered(told: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """The messages, where a tool's result has the name of the call that it answers; and which calls the last results answer.
 
     A result whose call nobody names is of the next one that has none.

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.workflow.adapters import (
     MAX_MESSAGES,
     Adapter,
-    Told,
+    SpanMessage,
     Turn,
     make_call,
     make_message,
@@ -45,7 +45,7 @@ def _sorted(found: Mapping[int, dict[str, Any]]) -> list[tuple[int, dict[str, An
     return sorted(found.items())
 
 
-def _told(told: Mapping[str, Any]) -> Told:
+def _told(told: Mapping[str, Any]) -> SpanMessage:
     calls: dict[int, dict[str, Any]] = {}
     for key, value in told.items():
         if named := _CALL.fullmatch(key):
@@ -55,7 +55,7 @@ def _told(told: Mapping[str, Any]) -> Told:
     content, name = _content(told.get("content", "")), str(told.get("name") or "")
     message = make_message(told.get("role"), content, made, str(thought), name)
     ids = tuple(str(call.get("id") or "") for _, call in _sorted(calls))
-    return Told(message, ids, str(told.get("tool_call_id") or ""))
+    return SpanMessage(message, ids, str(told.get("tool_call_id") or ""))
 
 
 def _content(value: Any) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.workflow.adapters import Adapter, Told, Turn, make_call, make_message, make_schema, make_turn, parsed
+from agentrl.workflow.adapters import Adapter, SpanMessage, Turn, make_call, make_message, make_schema, make_turn, parsed
 from agentrl.workflow.spans import Span
 from agentrl.workflow.spans import span_names as names
 from agentrl.workflow.tool_formats import Schema
@@ -27,7 +27,7 @@ def _turn(span: Span) -> Turn | None:
     return make_turn(span, messages, answers[0], _tools(span), str(ending))
 
 
-def _messages(each: Any) -> list[Told]:
+def _messages(each: Any) -> list[SpanMessage]:
     """A message of the conventions; results of several calls in one are several here."""
     if not isinstance(each, Mapping):
         raise ValueError("a message is an object with role and parts")
@@ -52,8 +52,8 @@ def _messages(each: Any) -> list[Told]:
     if each.get("role") == "tool" and not results:
         results = [("".join(texts), "")]
     if results:
-        return [Told(make_message("tool", text, name=str(each.get("name") or "")), (), call) for text, call in results]
-    return [Told(make_message(each.get("role"), "\n".join(texts), calls, "\n".join(thoughts)), tuple(ids))]
+        return [SpanMessage(make_message("tool", text, name=str(each.get("name") or "")), (), call) for text, call in results]
+    return [SpanMessage(make_message(each.get("role"), "\n".join(texts), calls, "\n".join(thoughts)), tuple(ids))]
 
 
 def _text(value: Any) -> str:

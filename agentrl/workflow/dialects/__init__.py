@@ -1,7 +1,7 @@
 """Dialects: each wire format of clients, translated to our values and back. Pure functions, without a web or a model.
 
-A client's request becomes an `Ask`, a sampled turn is a `Turn`, and what cannot be done is a `RequestError`, which the dialect
-puts into the shape of its API.
+A client's request becomes an `Ask`, a sampled turn is a `ResponseTurn`, and what cannot be done is a `RequestError`, which the
+dialect puts into the shape of its API.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ResponseTurn:
     """A turn that was sampled for a request.
 
     Args:

@@ -15,7 +15,7 @@ from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.chat.parsing import END_THINK
 from agentrl.workflow.chat.stop_strings import StopCut
 from agentrl.workflow.chat.turn_stream import Piece, TurnStream
-from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, Turn
+from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
 from agentrl.workflow.dialects.chat_requests import read
 from agentrl.workflow.trajectory import Message
 
@@ -31,7 +31,7 @@ KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
 """Part of a turn -> the fields that it is given in: of the two names for thoughts a client may read either."""
 
 
-def whole(ask: Ask, turns: Sequence[Turn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
+def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
     """The reply with all of its turns: a `ChatCompletion`."""
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
@@ -84,7 +84,7 @@ class Events:
             events.append(self._event(choice, {}, {"token_ids": [token]}))
         return b"".join(events)
 
-    def end(self, choice: int, turn: Turn) -> bytes:
+    def end(self, choice: int, turn: ResponseTurn) -> bytes:
         """The events of what is left of a choice: the rest of its text, its calls, why it ended."""
         letters, cut, stream = self._stream(choice)
         pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
@@ -96,7 +96,7 @@ class Events:
         events.append(self._event(choice, {}, {"finish_reason": _finish_reason(turn)}))
         return b"".join(events)
 
-    def close(self, turns: Sequence[Turn]) -> bytes:
+    def close(self, turns: Sequence[ResponseTurn]) -> bytes:
         """The last events."""
         if not self._ask.include_usage:
             return DONE
@@ -129,7 +129,7 @@ def _head(kind: str, ask: Ask, head: ReplyHead) -> dict[str, Any]:
     return named | {"system_fingerprint": head.fingerprint or None}
 
 
-def _choice(ask: Ask, turn: Turn, number: int, request_id: str, chat: "Chat") -> dict[str, Any]:
+def _choice(ask: Ask, turn: ResponseTurn, number: int, request_id: str, chat: "Chat") -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": turn.message.content, "refusal": None}
     calls = list(_calls(turn.message, request_id, number))
     if calls:
@@ -153,13 +153,13 @@ def _calls(message: Message, request_id: str, choice: int) -> Iterator[dict[str,
         yield {"id": f"call_{name}", "type": "function", "function": function}
 
 
-def _finish_reason(turn: Turn) -> str:
+def _finish_reason(turn: ResponseTurn) -> str:
     if turn.completion.finish_reason == "length":
         return "length"
     return "tool_calls" if any(call.error is None for call in turn.message.tool_calls) else "stop"
 
 
-def _usage(head: ReplyHead, turns: Sequence[Turn], chat: "Chat") -> dict[str, Any]:
+def _usage(head: ReplyHead, turns: Sequence[ResponseTurn], chat: "Chat") -> dict[str, Any]:
     prompt, sampled = len(head.prompt_ids), sum(len(turn.completion.token_ids) for turn in turns)
     return {
         "prompt_tokens": prompt,
@@ -170,7 +170,7 @@ def _usage(head: ReplyHead, turns: Sequence[Turn], chat: "Chat") -> dict[str, An
     }
 
 
-def _count_thought(turn: Turn, chat: "Chat") -> int:
+def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
     """The tokens up to the one that ends the turn's thought; all of them where it has no end."""
     if not turn.message.thought:
         return 0
@@ -182,7 +182,7 @@ def _count_thought(turn: Turn, chat: "Chat") -> int:
     return len(turn.completion.token_ids)
 
 
-def _logprobs(ask: Ask, turn: Turn, chat: "Chat") -> dict[str, Any]:
+def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
     """Natural-log probabilities in the whole vocabulary, at the sampling temperature."""
     done = turn.completion
     others = turn.top or ((),) * len(done.token_ids)

@@ -51,7 +51,7 @@ _STATE = np.dtype(
 
 
 @dataclass(slots=True)
-class Turn:
+class ActiveTurn:
     """A request, with the tokens it sampled before it was last evicted."""
 
     request: GenerateRequest
@@ -91,7 +91,7 @@ class Batch:
     """
 
     def __init__(self, policy: Policy, rows: ModelRows, slots: int) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[ActiveTurn] = []
         self._rows = rows
         self._policy = policy
         self._state: NDArray[np.void] = np.zeros(slots, _STATE)
@@ -106,7 +106,7 @@ class Batch:
         """Whether memory is held for future turns only."""
         return bool(self._left)
 
-    def join(self, turns: Sequence[Turn]) -> None:
+    def join(self, turns: Sequence[ActiveTurn]) -> None:
         """Reads the turns' prompts into the slots after the live ones, which an error leaves unchanged."""
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
@@ -149,7 +149,7 @@ class Batch:
         for slot in reversed(ended):
             self._free(slot, bool(np.isnan(logprobs[slot])))
 
-    def evict(self) -> list[Turn]:
+    def evict(self) -> list[ActiveTurn]:
         """Takes all turns out, with their sampled tokens, and frees all memory."""
         turns = self.turns
         for slot, turn in enumerate(turns):
@@ -158,7 +158,7 @@ class Batch:
         self.clear()
         return turns
 
-    def keep_less(self, stepping: bool) -> list[Turn]:
+    def keep_less(self, stepping: bool) -> list[ActiveTurn]:
         """Frees what is kept, and keeps half as many tokens from now on; returns turns that are no longer live.
 
         Args:
@@ -184,15 +184,15 @@ class Batch:
     # joining
 
     def _sort_joining(
-        self, turns: Sequence[Turn]
-    ) -> tuple[list[Turn], list[tuple[Turn, Kept]], list[Turn], dict[tuple[int, ...], int]]:
+        self, turns: Sequence[ActiveTurn]
+    ) -> tuple[list[ActiveTurn], list[tuple[ActiveTurn, Kept]], list[ActiveTurn], dict[tuple[int, ...], int]]:
         """(turns to read, shortest first; turns to resume, fewest new tokens first; turns whose prompt a row holds; prompt ->
         that row).
         """
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)} if self._rows.rewinds else {}
-        fresh: dict[tuple[int, ...], Turn] = {}
-        back: list[tuple[Turn, Kept]] = []
-        copies: list[Turn] = []
+        fresh: dict[tuple[int, ...], ActiveTurn] = {}
+        back: list[tuple[ActiveTurn, Kept]] = []
+        copies: list[ActiveTurn] = []
         for turn in turns:
             left = None if turn.request.session is None else self._left.pop(turn.request.session, None)
             if left is not None and turn.context[: len(left.ids)] == left.ids and len(turn.context) > len(left.ids):
@@ -204,7 +204,7 @@ class Batch:
         back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
         return sorted(fresh.values(), key=lambda turn: len(turn.context)), back, copies, holders
 
-    def _enter(self, slot: int, turn: Turn) -> None:
+    def _enter(self, slot: int, turn: ActiveTurn) -> None:
         request, count = turn.request, len(turn.ids)
         cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
         context = turn.context
@@ -271,7 +271,7 @@ class Batch:
             self.turns[slot] = self.turns[last]
         self.turns.pop()
 
-    def _keep(self, slot: int, turn: Turn) -> None:
+    def _keep(self, slot: int, turn: ActiveTurn) -> None:
         """Keeps what the model has of the turn; in all as many tokens as the rows have room for, dropping the oldest first."""
         if not self._rows.resumes or (session := turn.request.session) is None:
             return
@@ -287,7 +287,7 @@ class Batch:
         while sum(left.kept.length for left in self._left.values()) > self._share * self._rows.tokens:
             self._left.popitem(last=False)
 
-    def _write_back(self, slot: int, turn: Turn) -> None:
+    def _write_back(self, slot: int, turn: ActiveTurn) -> None:
         count = self._state[slot]["count"]
         turn.ids, turn.logprobs = self._ids[slot, :count].tolist(), self._logprobs[slot, :count].tolist()
 

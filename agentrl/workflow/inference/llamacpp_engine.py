@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.http import Connection
-from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
+from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, likeliest, logprobs, seed, token_ids
 from agentrl.workflow.inference.server_responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, Tokens
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
@@ -63,7 +63,7 @@ class LlamaServer:
             raise ModelError(said, "Start llama-server with a GGUF file of that model.")
         return window or self._policy.max_context
 
-    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+    def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
         """Samples one turn from the base."""
         if request.temperature != 1:
             said = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
@@ -79,7 +79,7 @@ class LlamaServer:
             told = self._with_untold(request, ids, told)
         found = None if told is None else [token.logprob for token in told]
         top = [self._top(token, request.top_logprobs) for token in told or ()] if request.top_logprobs else ()
-        return Turn(ids, logprobs(found, url), _REASONS[reply.stop_type], top)
+        return ServerTurn(ids, logprobs(found, url), _REASONS[reply.stop_type], top)
 
     def _with_untold(self, request: GenerateRequest, ids: Sequence[int], told: Sequence[Probability]) -> list[Probability]:
         """What is told of each token, those that end within a character too.

@@ -25,7 +25,7 @@ from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.inference import exported_adapters
 from agentrl.workflow.inference.http import Connection, RequestRefused
-from agentrl.workflow.inference.remote_engine import ServedEngine, Turn, likeliest, logprobs, seed, token_ids
+from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, likeliest, logprobs, seed, token_ids
 from agentrl.workflow.inference.server_responses import Card, Cards, Choice, Completions, Logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
@@ -89,7 +89,7 @@ class OpenAIServer:
         self._base, self._raw = fitting[0].id, None
         return fitting[0].max_model_len or self._policy.max_context
 
-    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+    def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
         """Samples one turn; publishes the adapter first if the server does not have it."""
         self._check_logprobs(request)
         body = self._body(request, limit)
@@ -102,7 +102,7 @@ class OpenAIServer:
             self._published.discard(request.policy.sha256)
         return self._turn(request, body)
 
-    def _turn(self, request: GenerateRequest, body: dict[str, Any]) -> Turn:
+    def _turn(self, request: GenerateRequest, body: dict[str, Any]) -> ServerTurn:
         with self._model(request.policy) as name:
             choice = self._complete(name, body)
         url = self._connection.url
@@ -113,7 +113,7 @@ class OpenAIServer:
             raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
         found = choice.logprobs.token_logprobs if choice.logprobs else None
         top = self._top(choice.logprobs, request.top_logprobs) if request.top_logprobs else ()
-        return Turn(ids, logprobs(found, url), _REASONS[choice.finish_reason], top)
+        return ServerTurn(ids, logprobs(found, url), _REASONS[choice.finish_reason], top)
 
     def _top(self, told: Logprobs | None, count: int) -> list[Likeliest]:
         url, places = self._connection.url, (told.top_logprobs if told else None) or []

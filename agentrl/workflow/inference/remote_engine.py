@@ -28,7 +28,7 @@ LEAST = -3.4e38
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ServerTurn:
     """A turn that a server sampled."""
 
     token_ids: Sequence[int]
@@ -47,7 +47,7 @@ class Server(Protocol):
             The window: tokens of prompt and answer together.
         """
 
-    def sample(self, request: GenerateRequest, limit: int) -> Turn:
+    def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
         """Samples one turn of at most `limit` tokens."""
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class ServedEngine:
             return self._window
 
 
-def _completion(turn: Turn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
+def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
         found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
         raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")

@@ -14,7 +14,7 @@ import torch
 
 from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
 from agentrl.workflow.errors import AgentRLError, ModelError
-from agentrl.workflow.inference.decoding_batch import Batch, Turn
+from agentrl.workflow.inference.decoding_batch import ActiveTurn, Batch
 from agentrl.workflow.inference.model_rows import open_rows
 from agentrl.workflow.models.device_errors import as_device_lost, classify
 from agentrl.workflow.models.policy import Policy
@@ -55,8 +55,8 @@ class RollingEngine:
         self._vocabulary = policy.vocabulary
         self._batch = Batch(policy, open_rows(policy), slots)
         self._weights = ("", "")
-        self._waiting: deque[Turn] = deque()
-        self._joining: list[Turn] = []
+        self._waiting: deque[ActiveTurn] = deque()
+        self._joining: list[ActiveTurn] = []
         self._released: list[int | None] = []
         self._closed = False
         self._end: AgentRLError = closed_error()
@@ -73,7 +73,7 @@ class RollingEngine:
         failed, the sampler was closed) or DeviceLost (no later call on this device can succeed).
         """
         room = self._policy.max_context - len(request.prompt_ids)
-        turn = Turn(request, Future(), limit=min(request.max_new_tokens, room))
+        turn = ActiveTurn(request, Future(), limit=min(request.max_new_tokens, room))
         if not request.prompt_ids or not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
             turn.future.set_exception(ModelError(f"A prompt needs ids between 0 and {self._vocabulary - 1}, and at least one."))
         elif turn.limit < 1:
@@ -110,7 +110,7 @@ class RollingEngine:
             self._changed.notify_all()
         self._thread.join()
 
-    def _enqueue(self, turn: Turn) -> None:
+    def _enqueue(self, turn: ActiveTurn) -> None:
         with self._changed:
             if self._closed:
                 turn.future.set_exception(self._end)
@@ -161,12 +161,12 @@ class RollingEngine:
             del self._released[: len(released)]
             self._changed.notify_all()
 
-    def _take(self) -> list[Turn]:
+    def _take(self) -> list[ActiveTurn]:
         """The waiting turns that join now: from the head of the queue, as long as they want the current weights.
 
         A new batch takes every turn that wants the head's weights: so two runs alternate by batches, not by turns.
         """
-        taken: list[Turn] = []
+        taken: list[ActiveTurn] = []
         with self._changed:
             if not self._batch.turns and self._waiting:
                 self._weights = self._waiting[0].request.policy.weights
@@ -183,7 +183,7 @@ class RollingEngine:
                     taken.append(turn)
         return taken
 
-    def _admit(self, taken: Sequence[Turn]) -> None:
+    def _admit(self, taken: Sequence[ActiveTurn]) -> None:
         if not taken:
             return
         try:
@@ -194,7 +194,7 @@ class RollingEngine:
         else:
             self._join(taken)
 
-    def _join(self, turns: Sequence[Turn]) -> None:
+    def _join(self, turns: Sequence[ActiveTurn]) -> None:
         """Lets turns join; if all at once fail, in halves, so that a turn at fault fails alone."""
         try:
             self._batch.join(turns)
@@ -216,7 +216,7 @@ class RollingEngine:
             if self._waiting and self._slots.note_calm_step():
                 log.info("memory has been sufficient for a while: sampling %d turns at once", self._slots.limit)
 
-    def _handle(self, error: Exception, joining: Sequence[Turn]) -> None:
+    def _handle(self, error: Exception, joining: Sequence[ActiveTurn]) -> None:
         """Answer an error of the turns that were about to join, or without any, of the live ones; the thread lives on.
 
         Raises:
@@ -230,7 +230,7 @@ class RollingEngine:
             case "other":
                 _fail(joining or self._batch.evict(), error)
 
-    def _retreat(self, joining: Sequence[Turn], error: Exception) -> None:
+    def _retreat(self, joining: Sequence[ActiveTurn], error: Exception) -> None:
         """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once for a while.
 
         Evicted turns go back to the head of the queue and continue from there.
@@ -280,5 +280,5 @@ class _SlotLimit:
         return True
 
 
-def _fail(turns: Sequence[Turn], error: Exception) -> None:
+def _fail(turns: Sequence[ActiveTurn], error: Exception) -> None:
     fail_futures((turn.future for turn in turns), error)

@@ -12,13 +12,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agentrl.workflow.errors import InfraError
 
 
-class Answer(BaseModel):
+class ServerResponse(BaseModel):
     """A JSON object from a server, validated strictly: `true`, say, does not pass for 1."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
 
-Shape = TypeVar("Shape", bound=Answer)
+Shape = TypeVar("Shape", bound=ServerResponse)
 MAX_LIKELIEST = 1000
 
 
@@ -31,7 +31,7 @@ def _few(found: Any) -> Any:
 Likeliest = Annotated[dict[str, float], BeforeValidator(_few)]
 
 
-class Card(Answer):
+class Card(ServerResponse):
     """A model that vLLM serves; `parent` is the base of an adapter, `max_model_len` its window in tokens."""
 
     id: str
@@ -40,38 +40,38 @@ class Card(Answer):
     max_model_len: int | None = Field(None, gt=0)
 
 
-class Cards(Answer):
+class Cards(ServerResponse):
     """`/v1/models`."""
 
     data: list[Card] = Field(fail_fast=True)
 
 
-class ChatMessage(Answer):
+class ChatMessage(ServerResponse):
     """A message of a chat."""
 
     content: str | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ServerResponse):
     """An answer of a chat."""
 
     message: ChatMessage
 
 
-class ChatReply(Answer):
+class ChatReply(ServerResponse):
     """`/v1/chat/completions`."""
 
     choices: list[ChatChoice] = Field(fail_fast=True)
 
 
-class Logprobs(Answer):
+class Logprobs(ServerResponse):
     """The logprob of each sampled token, and text -> logprob of the likeliest ones."""
 
     token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
     top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
 
 
-class Choice(Answer):
+class Choice(ServerResponse):
     """A turn that vLLM sampled; a server that is new enough returns the prompt's ids, too."""
 
     token_ids: list[int] | None = Field(None, fail_fast=True)
@@ -80,39 +80,39 @@ class Choice(Answer):
     finish_reason: str | None = None
 
 
-class Completions(Answer):
+class Completions(ServerResponse):
     """`/v1/completions`, with one choice."""
 
     model: str | None = None
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
 
 
-class Window(Answer):
+class Window(ServerResponse):
     """The window of a slot of llama.cpp, in tokens."""
 
     n_ctx: int | None = Field(None, gt=0)
 
 
-class Props(Answer):
+class Props(ServerResponse):
     """`/props` of llama.cpp."""
 
     default_generation_settings: Window = Window()
 
 
-class Tokens(Answer):
+class Tokens(ServerResponse):
     """`/tokenize` of llama.cpp."""
 
     tokens: list[int] = Field(fail_fast=True)
 
 
-class Likely(Answer):
+class Likely(ServerResponse):
     """A token that llama.cpp might have sampled, and its logprob."""
 
     id: int
     logprob: float | None = None
 
 
-class Probability(Answer):
+class Probability(ServerResponse):
     """The logprob of one token that llama.cpp sampled, and the likeliest ones at its place."""
 
     id: int | None = None
@@ -120,7 +120,7 @@ class Probability(Answer):
     top_logprobs: list[Likely] | None = Field(None, max_length=MAX_LIKELIEST, fail_fast=True)
 
 
-class LlamaTurn(Answer):
+class LlamaTurn(ServerResponse):
     """`/completion` of llama.cpp."""
 
     tokens: list[int] | None = Field(None, fail_fast=True)

@@ -82,7 +82,7 @@ class RequestMark:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StepPosition:
     """Where a step that is there stands."""
 
     number: int
@@ -128,11 +128,11 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[CallStep]) -> l
 def insert_calls(tx: Connection, fence: Fence, records: Sequence[CallStep]) -> list[Step]:
     """As `commit_calls`, within a transaction."""
     held = check_claim(tx, fence)
-    places: dict[int, list[_Place]] = {}
+    places: dict[int, list[_StepPosition]] = {}
     return [_commit_call(tx, record, held, places) for record in records]
 
 
-def _commit_call(tx: Connection, record: CallStep, held: HeldEpisodes, known: dict[int, list[_Place]]) -> Step:
+def _commit_call(tx: Connection, record: CallStep, held: HeldEpisodes, known: dict[int, list[_StepPosition]]) -> Step:
     episode = record.sampled.episode
     if episode not in known:
         known[episode] = _read_places(tx, episode, held)
@@ -156,16 +156,19 @@ def _commit_call(tx: Connection, record: CallStep, held: HeldEpisodes, known: di
     if sampled.calls:
         NEW_CALL.run(tx, *(_agent_call_row(item, episode, step.index, n, held) for n, item in enumerate(sampled.calls)))
     _show_results(tx, record, held)
-    places.append(_Place(step.index, step.chain, ROOT if step.parent is None else step.parent, record.request_id))
+    places.append(_StepPosition(step.index, step.chain, ROOT if step.parent is None else step.parent, record.request_id))
     return step
 
 
-def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_Place]:
+def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition]:
     rows = _PLACES.rows(tx, {"of_episode": episode, "of_attempt": held.attempts[episode]})
-    return [_Place(number, chain, ROOT if parent is None else parent, request or "") for number, chain, parent, request in rows]
+    return [
+        _StepPosition(number, chain, ROOT if parent is None else parent, request or "")
+        for number, chain, parent, request in rows
+    ]
 
 
-def _placed(record: CallStep, places: Sequence[_Place]) -> Step:
+def _placed(record: CallStep, places: Sequence[_StepPosition]) -> Step:
     """The step with its index, its parent and its chain: its parent's, if nothing else goes on with that."""
     step = record.sampled.step
     beside = next((place.number for place in places if place.request_id == record.beside), None) if record.beside else None

@@ -17,7 +17,7 @@ ENDPOINT = "endpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AttemptLocation:
     """Where the calls of one attempt go.
 
     `over` says why it takes no more calls, or is empty. `address` is "host:port" of the process that holds the episode's
@@ -32,7 +32,7 @@ class Place:
 
 
 @read_transaction
-def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Place]:
+def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, AttemptLocation]:
     """Hash of an attempt's key -> its place; unknown hashes are left out."""
     agents, episodes, groups, runs = schema.agent_attempts, schema.episodes, schema.groups, schema.runs
     is_held = groups.c.lease_until >= now_ms()
@@ -53,7 +53,7 @@ def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Place]
         .where(agents.c.key_hash.in_(key_hashes))
     )
     return {
-        row.key_hash: Place(
+        row.key_hash: AttemptLocation(
             row.name,
             row.episode_id,
             row.attempt,

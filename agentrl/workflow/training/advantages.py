@@ -22,7 +22,7 @@ WHITEN_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
+class TokenRewards:
     """The earnings of an update's tokens; N episodes of up to T tokens, padded on the right.
 
     Args:
@@ -52,14 +52,14 @@ class Earned:
 
 
 @dataclass(frozen=True, slots=True)
-class Credited:
+class Advantages:
     """Both (N, T): each token's advantage, and with a critic the target of its value."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
-Credit = Callable[[Earned, AlgorithmConfig], Credited]
+Credit = Callable[[TokenRewards, AlgorithmConfig], Advantages]
 """Function of the earnings and the run's options -> one advantage per token."""
 
 
@@ -93,7 +93,7 @@ def center_on_mean(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-def relative_to_group(earned: Earned, options: AlgorithmConfig) -> Credited:
+def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """GRPO's and, with `scale` none, Dr.GRPO's: the reward against the group's mean, in units of `scale`.
 
     group: the group's own deviation. batch: that of all rewards of the update, which does not blow up a group whose rewards
@@ -105,16 +105,16 @@ def relative_to_group(earned: Earned, options: AlgorithmConfig) -> Credited:
     credited = _credit_groups(earned, center_on_mean)
     totals = earned.totals
     if options.scale == "batch" and len(totals) > 1:
-        return Credited(credited.advantages / (totals.double().std() + epsilon))
+        return Advantages(credited.advantages / (totals.double().std() + epsilon))
     return credited
 
 
-def leave_one_out(earned: Earned, options: AlgorithmConfig) -> Credited:
+def leave_one_out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """RLOO: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
     return _credit_groups(earned, lambda rewards: center_on_mean(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
 
 
-def best_of_group(earned: Earned, options: AlgorithmConfig) -> Credited:
+def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """Pass@k: only the best of a group is credited, with its lead over the second, in units of the group's deviation.
 
     Of several best ones none leads. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as in verl.
@@ -130,7 +130,7 @@ def best_of_group(earned: Earned, options: AlgorithmConfig) -> Credited:
     return _credit_groups(earned, credit)
 
 
-def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
+def optimal_baseline(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """OPO: R - sum(length R) / sum(length): the baseline of least variance, if gradients grow with length.
 
     Source: arXiv 2505.23585, equation 9; length in sampled tokens.
@@ -150,34 +150,34 @@ def optimal_baseline(earned: Earned, options: AlgorithmConfig) -> Credited:
     return _credit_all_tokens(found, earned.mask)
 
 
-def group_baseline_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
+def group_baseline_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with baseline: R - mean of the group, then whitened over all tokens of the update.
 
     Source: arXiv 2501.03262, equation 9.
     """
-    return Credited(whiten(_credit_groups(earned, center_on_mean).advantages, earned.mask))
+    return Advantages(whiten(_credit_groups(earned, center_on_mean).advantages, earned.mask))
 
 
 # Token by token.
 
 
-def returns_to_go(earned: Earned, options: AlgorithmConfig) -> Credited:
+def returns_to_go(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """REINFORCE: the discounted sum of what is still to come, without a baseline.
 
     Source: Williams (1992); with discount 1 and one terminal reward that reward at every token.
     """
-    return Credited(_returns(earned, options))
+    return Advantages(_returns(earned, options))
 
 
-def returns_whitened(earned: Earned, options: AlgorithmConfig) -> Credited:
+def returns_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """REINFORCE++: returns to go, whitened over all tokens of the update. Source: arXiv 2501.03262, equations 5 to 7.
 
     The return is carried over tool tokens, unlike verl's, see above.
     """
-    return Credited(whiten(_returns(earned, options), earned.mask))
+    return Advantages(whiten(_returns(earned, options), earned.mask))
 
 
-def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
+def gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """Generalised advantage estimation over sampled tokens; advantages whitened, returns not.
 
     delta_t = r_t + discount V_t+1 - V_t; A_t = delta_t + discount lambda A_t+1, 0 after the last. returns = A + V, before the
@@ -185,10 +185,10 @@ def gae(earned: Earned, options: AlgorithmConfig) -> Credited:
     """
     values = _values(earned)
     advantages = _accumulate_backwards(earned, values, *_decays(options))
-    return Credited(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+    return Advantages(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
-def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
+def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """GAE over turns, then over the tokens inside of each; advantages whitened, returns not.
 
     A turn k is one decision: its value V_k is that of its first token, its reward r_k the sum of its tokens'. Over turns, as
@@ -218,7 +218,7 @@ def turn_gae(earned: Earned, options: AlgorithmConfig) -> Credited:
                 found[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * found[t + 1]
             after = value[start] + lambda_ * (math.fsum(rewards[start:end]) + discount * after - value[start])
         advantages[row, :length] = torch.tensor(found, dtype=advantages.dtype)
-    return Credited(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
+    return Advantages(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (values - chosen.mean()) * (chosen.var() + WHITEN_EPSILON).rsqrt(), 0.0)
 
 
-def _credit_groups(earned: Earned, credit: Callable[[Tensor], Tensor]) -> Credited:
+def _credit_groups(earned: TokenRewards, credit: Callable[[Tensor], Tensor]) -> Advantages:
     totals = earned.totals.double()
     found = torch.zeros_like(totals)
     for group in torch.unique(earned.groups):
@@ -241,11 +241,11 @@ def _credit_groups(earned: Earned, credit: Callable[[Tensor], Tensor]) -> Credit
     return _credit_all_tokens(found, earned.mask)
 
 
-def _credit_all_tokens(per_episode: Tensor, mask: Tensor) -> Credited:
-    return Credited(torch.where(mask, per_episode[:, None], 0.0))
+def _credit_all_tokens(per_episode: Tensor, mask: Tensor) -> Advantages:
+    return Advantages(torch.where(mask, per_episode[:, None], 0.0))
 
 
-def _returns(earned: Earned, options: AlgorithmConfig) -> Tensor:
+def _returns(earned: TokenRewards, options: AlgorithmConfig) -> Tensor:
     assert options.discount is not None  # settled
     zeros = torch.zeros_like(earned.rewards)
     return _accumulate_backwards(earned, zeros, options.discount, 1.0)
@@ -257,13 +257,13 @@ def _decays(options: AlgorithmConfig) -> tuple[float, float]:
     return options.discount, options.gae_lambda
 
 
-def _values(earned: Earned) -> Tensor:
+def _values(earned: TokenRewards) -> Tensor:
     if earned.values is None:
         raise StateError("This advantage needs a critic's values, but the algorithm has no critic.")
     return torch.where(earned.mask, earned.values, 0.0)
 
 
-def _accumulate_backwards(earned: Earned, values: Tensor, discount: float, lambda_: float) -> Tensor:
+def _accumulate_backwards(earned: TokenRewards, values: Tensor, discount: float, lambda_: float) -> Tensor:
     """A_t = delta_t + discount lambda A_t+1 over (N, T), from each chain's last token backwards; 0 where there is no token."""
     rewards, mask = earned.rewards, earned.mask
     chains = torch.zeros_like(mask, dtype=torch.long) if earned.chains is None else earned.chains

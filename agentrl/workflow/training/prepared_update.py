@@ -13,7 +13,7 @@ from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT
-from agentrl.workflow.training.advantages import Credit, Credited
+from agentrl.workflow.training.advantages import Advantages, Credit
 from agentrl.workflow.training.losses import KL, Normaliser
 from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, idle_reasons, select_groups
 from agentrl.workflow.training.row_scorer import RowScorer
@@ -137,7 +137,7 @@ class UpdatePreparation:
 
     def _credit_tokens(
         self, tokens: TokenLayout, groups: Sequence[Group], idle: Set[int], critic: nn.Linear | None, kl_coef: float
-    ) -> tuple[TokenConstants, Credited, dict[str, float]]:
+    ) -> tuple[TokenConstants, Advantages, dict[str, float]]:
         """Reads what credit needs to know of the tokens, and credits them; idle episodes have no credit.
 
         Returns:

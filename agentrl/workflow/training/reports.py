@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from agentrl.workflow.training.advantages import Credited
+from agentrl.workflow.training.advantages import Advantages
 from agentrl.workflow.training.token_layout import TokenLayout
 from agentrl.workflow.trajectory import Group
 
@@ -79,7 +79,7 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
     return kept, dropped
 
 
-def episode_advantages(credited: Credited, tokens: TokenLayout) -> dict[int, float]:
+def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
     """Each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
     found = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.token_chains import as_read, chains_of, reasons_not_to_train
-from agentrl.workflow.training.advantages import Earned
+from agentrl.workflow.training.advantages import TokenRewards
 from agentrl.workflow.training.training_rows import Row, rows_of
 from agentrl.workflow.trajectory import Episode, Group
 
@@ -69,7 +69,7 @@ class TokenLayout:
         """Flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
-    def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> Earned:
+    def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
         """The earnings of each token.
 
         Args:
@@ -90,7 +90,7 @@ class TokenLayout:
         outcomes = torch.tensor([episode.reward for episode in self.episodes], dtype=torch.float64)
         if penalty is not None:
             rewards, outcomes = rewards - penalty, outcomes - (penalty * self.mask).sum(-1)
-        return Earned(rewards, self.mask, turns, of, values, outcomes, chains)
+        return TokenRewards(rewards, self.mask, turns, of, values, outcomes, chains)
 
 
 def _check(episode: Episode) -> None:

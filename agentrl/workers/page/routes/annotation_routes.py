@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes.asked import Store
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
-from agentrl.workers.page.shown.within import Within, look_at_run
+from agentrl.workers.page.shown.within import TransactionReader, look_at_run
 from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.reads import annotation_rows, prompt_rows, resource_rows, run_rows
 from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
@@ -127,7 +127,7 @@ def list_annotations(
 ) -> Response:
     """What agents, tools and hooks said of the run's episodes, in the order in which it was written."""
 
-    def page(db: Within, run_name: str) -> Any:
+    def page(db: TransactionReader, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
         return annotation_rows.list_annotations(db, chosen, Paging(size=size, cursor=cursor, sort=sort))
 
@@ -139,7 +139,7 @@ def list_annotations(
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
     """The versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
 
-    def page(db: Within, name: str) -> dict[str, Any]:
+    def page(db: TransactionReader, name: str) -> dict[str, Any]:
         found = prompt_rows.list_prompts(db, name, size, cursor)
         searched = run_rows.run_by_id(db.tx, run).kind == "search"
         gain = _find_gain(db, name) if searched and not cursor else None
@@ -149,7 +149,7 @@ def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -
     return answer(look_at_run(store, run, page))
 
 
-def _find_gain(db: Within, run: str) -> dict[str, Any] | None:
+def _find_gain(db: TransactionReader, run: str) -> dict[str, Any] | None:
     measured = resource_rows.find_held_out(db, run)
     found = compare_paired(measured.seed, measured.chosen)
     return {name: getattr(found, name) for name in GAIN} if found.tasks else None
@@ -159,7 +159,7 @@ def _find_gain(db: Within, run: str) -> dict[str, Any] | None:
 def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20, cursor: str = "") -> Response:
     """What the run's search asked its critic, in order."""
 
-    def page(db: Within, name: str) -> Any:
+    def page(db: TransactionReader, name: str) -> Any:
         return resource_rows.list_critic_calls(db, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))
 
     found = look_at_run(store, run, page)

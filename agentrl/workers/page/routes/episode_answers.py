@@ -86,7 +86,7 @@ class StepReward(BaseModel):
     weight: float | None
 
 
-class Turn(ShownRow):
+class TurnAnswer(ShownRow):
     """A turn of the policy.
 
     `messages` are what was put before it since the turn before, less what stands there as a call's result; `shared_messages`:
@@ -186,7 +186,7 @@ class WholeEpisode(BaseModel):
     beside: Beside
     task: ShownTask
     agent: ShownRow | None
-    turns: list[Turn]
+    turns: list[TurnAnswer]
     next_turn: int | None
     chains: list[ShownChain]
     rewards: list[dict[str, Any]]

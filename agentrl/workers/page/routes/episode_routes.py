@@ -10,7 +10,7 @@ from agentrl.workers.page.routes.episode_answers import TextPart, Tokens, WholeE
 from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
-from agentrl.workers.page.shown.within import Within, look
+from agentrl.workers.page.shown.within import TransactionReader, look
 from agentrl.workflow.store.reads.episode_texts import MAX_PATH, load_text
 
 router = APIRouter(prefix="/api", tags=["episodes"])
@@ -51,7 +51,7 @@ def read_tokens(
 ) -> Response:
     """Tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
 
-    def read(db: Within) -> tuple[EpisodeTokens, dict[str, Any]]:
+    def read(db: TransactionReader) -> tuple[EpisodeTokens, dict[str, Any]]:
         found = EpisodeTokens(db.tx, episode)
         return found, found.read(start, size)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes.asked import Store
 from agentrl.workers.page.shown.cutting import cut_rows
-from agentrl.workers.page.shown.within import Within, look
+from agentrl.workers.page.shown.within import TransactionReader, look
 from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Sides, counted_rewards, list_remarks, load_sides
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.paired_test import PairedComparison
@@ -101,7 +101,7 @@ def list_evals(
 def compare(store: Store, a: int, b: int) -> Response:
     """Two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
 
-    def both(db: Within) -> dict[str, Any]:
+    def both(db: TransactionReader) -> dict[str, Any]:
         sides = load_sides(db, _find_eval(db, a), _find_eval(db, b))
         found = _document(sides, eval_tasks.list_first_episodes(db, a, b))
         questions = eval_tasks.load_questions(db, [row["task_id"] for row in found["tasks"]])
@@ -110,7 +110,7 @@ def compare(store: Store, a: int, b: int) -> Response:
     return answer(look(store, both))
 
 
-def _find_eval(db: Within, run: int) -> Mapping[str, Any]:
+def _find_eval(db: TransactionReader, run: int) -> Mapping[str, Any]:
     name = run_rows.run_name(db.tx, run)
     found = eval_results.find_evals(db, name)
     if not found:

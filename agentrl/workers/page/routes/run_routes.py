@@ -20,7 +20,7 @@ from agentrl.workers.page.routes.run_answers import (
 from agentrl.workers.page.shown.config_rows import compare_configs
 from agentrl.workers.page.shown.cutting import cut_rows, cut_texts
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run
-from agentrl.workers.page.shown.within import Within, look, look_at_run
+from agentrl.workers.page.shown.within import TransactionReader, look, look_at_run
 from agentrl.workflow.store.reads import (
     curves,
     episode_rows,
@@ -63,7 +63,7 @@ def list_runs(
     return answer(look(store, lambda db: _runs(db, chosen, Paging(size=size, cursor=cursor, sort=sort))))
 
 
-def _runs(db: Within, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
+def _runs(db: TransactionReader, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
     found = run_rows.list_runs(db, chosen, paging)
     return {"rows": list_shown_runs(db, found.rows), "next": found.next}
 
@@ -78,7 +78,7 @@ def read_run(store: Store, run: int) -> Response:
 def read_config(store: Store, run: int, other: int | None = None) -> Response:
     """Every value of the run's config, beside another run's where one is named."""
 
-    def both(db: Within) -> Any:
+    def both(db: TransactionReader) -> Any:
         mine = run_details.find_config(db, run)
         return mine, None if other is None else run_details.find_config(db, other)
 
@@ -108,7 +108,7 @@ def read_ledger(
 ) -> Response:
     """What became of the planned episodes of some iterations: how many there were of each fate."""
 
-    def window(db: Within, name: str) -> Any:
+    def window(db: TransactionReader, name: str) -> Any:
         return ledger.count_fates_after(db, name, max(0, after), size)
 
     rows = look_at_run(store, run, window)
@@ -156,7 +156,7 @@ def list_episodes(
     """The run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
 
-    def page(db: Within, name: str) -> Page[episode_rows.EpisodeRow]:
+    def page(db: TransactionReader, name: str) -> Page[episode_rows.EpisodeRow]:
         chosen = EpisodeFilter(
             *(name, iteration, None, group, status, stop_reason, task, min_reward, max_reward, tool_errors, text)
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.workers.page.shown.config_rows import list_config
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
-from agentrl.workers.page.shown.within import Within
+from agentrl.workers.page.shown.within import TransactionReader
 from agentrl.workflow.config import NAME_PATTERN
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
@@ -23,7 +23,7 @@ OPEN_WORK_SHOWN = 200
 """The most claims and waiting messages of a run."""
 
 
-def list_shown_runs(db: Within, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+def list_shown_runs(db: TransactionReader, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     """The rows of runs, each with its summary."""
     summaries = load_summaries(db.tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
@@ -35,7 +35,7 @@ def typed_run(number: int, name: str) -> str:
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
-def load_run(db: Within, run: int) -> dict[str, Any]:
+def load_run(db: TransactionReader, run: int) -> dict[str, Any]:
     """The run of that number, as `/api/runs/{run}` answers it.
 
     Raises:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Within:
+class TransactionReader:
     """A transaction that takes the place of a database, so that each query runs inside it."""
 
     def __init__(self, tx: Any) -> None:
@@ -28,15 +28,15 @@ class Within:
         raise NotImplementedError
 
 
-def look(store: ReadOnlyStore, query: Callable[[Within], T]) -> T:
+def look(store: ReadOnlyStore, query: Callable[[TransactionReader], T]) -> T:
     """What `query` finds in one transaction. Raises as `ReadOnlyStore.ask` and the query do."""
-    return store.ask(lambda tx: query(Within(tx)))
+    return store.ask(lambda tx: query(TransactionReader(tx)))
 
 
-def look_at_run(store: ReadOnlyStore, run: int, query: Callable[[Within, str], T]) -> T:
+def look_at_run(store: ReadOnlyStore, run: int, query: Callable[[TransactionReader, str], T]) -> T:
     """What `query` finds of the run of that number, by its name, in one transaction.
 
     Raises:
         NotFoundError: there is no such run.
     """
-    return store.ask(lambda tx: query(Within(tx), run_name(tx, run)))
+    return store.ask(lambda tx: query(TransactionReader(tx), run_name(tx, run)))
