@@ -26,7 +26,7 @@ from agentrl.api.options import keys_of
 from agentrl.workers.stack.process import base_hashes
 from agentrl.workflow import emitters, trainers
 from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
-from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.algorithms import resolve_run
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import build
@@ -159,7 +159,7 @@ class GRPOTrainer:
             raise ConfigError(f"{fixed[0]} cannot change: the model is already open.", "Set it in open_policy.")
         limits = {f"rollout.{name}": value for name, value in policy.limits.model_dump().items()}
         model = {f"model.{name}": value for name, value in policy.policy.config.model_dump().items()}
-        self._config = settle_run(build(limits | model | keys))
+        self._config = resolve_run(build(limits | model | keys))
         trainers.check(self._config)
         self._policy = policy
         self._trainer = trainers.start(find("trainers", self._config.update.trainer), policy.policy, self._config, 0)

@@ -173,14 +173,14 @@ def _load(config: "DatasetConfig") -> "LoadedTasks":
 def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", model: str) -> "PromptReader":
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.analysis.prompt_reader import PromptReader
-    from agentrl.workflow.chat.templates import settle_chat
+    from agentrl.workflow.chat.templates import resolve_chat
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.models.lookup import existing_model, model_folder
 
     ref = find_policy(model)[1]
     path = ref.base if ref is not None else existing_model(config.model.path, config.dataset.name)
     folder = model_folder(path, config.model.trust_remote_code)
-    made = config.model_copy(update={"env": config.env or loaded.env, "model": settle_chat(config.model, folder)})
+    made = config.model_copy(update={"env": config.env or loaded.env, "model": resolve_chat(config.model, folder)})
     return PromptReader(Experiment(made), folder)
 
 

@@ -203,7 +203,7 @@ def _held_out_share(held_out: float) -> float:
 
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
-    from agentrl.workflow.chat.templates import settle_chat
+    from agentrl.workflow.chat.templates import resolve_chat
     from agentrl.workflow.datasets import Dataset, is_rows
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
     from agentrl.workflow.plugins import find
@@ -221,7 +221,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
-    config = settle_chat(config, at)
+    config = resolve_chat(config, at)
     target = place.of(sft_model_name(config.path.replace("@", "-v") if policy else path, dataset))
 
     with pause_gc():

@@ -173,13 +173,13 @@ def _config_values(
         ConfigError: `submit` would refuse the config, or both a stored config and changes to it were asked for.
     """
     from agentrl.workflow import trainers
-    from agentrl.workflow.algorithms import settle_run
+    from agentrl.workflow.algorithms import resolve_run
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.resolve import resolve
 
     if run is None:
         asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
-        made = settle_run(asked)
+        made = resolve_run(asked)
         trainers.check(made)
         before, values = asked.flat(), made.flat()
         settled = {key for key, value in values.items() if value != before[key]}

@@ -71,13 +71,13 @@ def decode_json(text: str) -> tuple[Any, str]:
     keys = _Keys()
     try:
         value = json.loads(text, object_pairs_hook=keys, parse_int=parse_digits, strict=False)
-        why = why_unfit(value)
+        why = describe_json_error(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no valid JSON: {error}") from error
     return value, why or keys.why
 
 
-def why_unfit(value: Any) -> str:
+def describe_json_error(value: Any) -> str:
     """Why a decoded value cannot be accepted; empty if it can.
 
     Raises:
@@ -99,7 +99,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     keys = _Keys()
     try:
         value, length = JSONDecoder(object_pairs_hook=keys, parse_int=parse_digits, strict=False).raw_decode(window)
-        why = TOO_LONG if length > MAX_CHARACTERS else why_unfit(value) or keys.why
+        why = TOO_LONG if length > MAX_CHARACTERS else describe_json_error(value) or keys.why
     except JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated") or error.pos >= len(window.rstrip())
         why = f"no valid JSON: {error}" if not cut else TOO_LONG if len(window) > MAX_CHARACTERS else UNFINISHED
@@ -164,7 +164,7 @@ def unreadable_call(why: str) -> ToolCall:
     return ToolCall("", {}, error=why)
 
 
-def spell_json(value: object) -> str:
+def dump_json(value: object) -> str:
     """The value as JSON, as models write it.
 
     Raises:

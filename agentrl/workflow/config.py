@@ -296,7 +296,7 @@ class RolloutConfig(Section):
 
 class AlgorithmConfig(Section):
     """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
-    is refused (`algorithms.settle_options`).
+    is refused (`algorithms.resolve_options`).
 
     `importance` corrects for tokens to which the trainer gives another probability than the sampler did: because the sampler's
     weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
@@ -441,7 +441,7 @@ class SourceConfig(Section):
 
 class SearchConfig(Section):
     """How an algorithm that improves texts goes about it. One that is unset is the algorithm's own, one that it does not read
-    is refused (`algorithms.settle_search`).
+    is refused (`algorithms.resolve_search`).
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")

@@ -44,7 +44,7 @@ def places(text: str) -> frozenset[str]:
     return frozenset(_PLACE.findall(text))
 
 
-def fault_of(text: Any, before: str | None = None) -> str:
+def validation_error(text: Any, before: str | None = None) -> str:
     """Why that is no text of a run, or cannot take the place of the one `before`; empty if it can."""
     if not isinstance(text, str):
         return f"it is of type {type(text).__name__:.100}"
@@ -69,6 +69,6 @@ def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
     for name, text in values.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"a resource's name may have letters, digits and _:./-, not {name!r:.100}")
-        if fault := fault_of(text):
+        if fault := validation_error(text):
             raise ValueError(f"the resource {name!r} is not valid: {fault}")
     return dict(values)

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.chat.templates import check_template, settle_chat
+from agentrl.workflow.chat.templates import check_template, resolve_chat
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
 from agentrl.workflow.trajectory import Message
@@ -40,7 +40,7 @@ def test_continuation_is_exact_later_if_templates_print_time() -> None:
 
 def test_check_template_accepts_a_template_that_prints_the_time(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
-    check_template(settle_chat(ModelConfig(chat_template=DATED), folder), folder, system=True, tools=True)
+    check_template(resolve_chat(ModelConfig(chat_template=DATED), folder), folder, system=True, tools=True)
 
 
 def test_chat_at_another_time_shares_no_cached_prompt() -> None:

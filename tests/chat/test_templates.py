@@ -20,8 +20,8 @@ from agentrl.workflow.chat.templates import (
     read_template,
     remark_on_tools,
     renderer,
-    settle_chat,
-    settle_last_turn,
+    resolve_chat,
+    resolve_last_turn,
     source_of,
 )
 from agentrl.workflow.config import ModelConfig, build
@@ -86,7 +86,7 @@ def test_the_format_that_reads_most_of_a_template_is_chosen(name: str) -> None:
 def test_a_template_may_write_an_end_of_sequence_behind_the_last_turn(tmp_path: Path) -> None:
     folder = family_model(tmp_path / "phi", "phi4_mini")
     assert (source_of(folder) or ("",))[0].rstrip().endswith("{{ eos_token }}{%- endif -%}")
-    check_template(settle_chat(section(), folder), folder, system=True, tools=True)
+    check_template(resolve_chat(section(), folder), folder, system=True, tools=True)
 
 
 def _with_template(source: str) -> Any:
@@ -160,9 +160,9 @@ def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> No
 @each_family
 def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Path) -> None:
     folder = family_model(tmp_path / name, name)
-    assert settle_chat(section(), folder).tool_format == name
-    assert settle_chat(ModelConfig(), folder).tool_format == name
-    check_template(settle_chat(section(), folder), folder, system=name != "llama3", tools=True)
+    assert resolve_chat(section(), folder).tool_format == name
+    assert resolve_chat(ModelConfig(), folder).tool_format == name
+    check_template(resolve_chat(section(), folder), folder, system=name != "llama3", tools=True)
     assert remark_on_tools(section(), folder) == ""
 
 
@@ -180,15 +180,15 @@ def test_a_template_renders_here_as_in_transformers(name: str, tmp_path: Path) -
 def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format(tmp_path: Path) -> None:
     folder, file = tiny_random(tmp_path / "model"), tmp_path / "mine.jinja"
     file.write_text(FAMILIES["named"][0])
-    found = settle_chat(section(chat_template=str(file)), folder)
+    found = resolve_chat(section(chat_template=str(file)), folder)
     assert (found.chat_template, found.tool_format) == (FAMILIES["named"][0], "named")
     file.write_text("changed")
-    assert settle_chat(found, folder) == found
+    assert resolve_chat(found, folder) == found
     policy = Policy.load(found, str(folder), "cpu", weights=False)
     assert policy.chat.manner.tool_format.name == "named"
     policy.tokenizer.save_pretrained(tmp_path / "saved")
     assert source_of(tmp_path / "saved") == (FAMILIES["named"][0], source_of(folder)[1])  # type: ignore[index]
-    assert settle_chat(section(), tmp_path / "saved").tool_format == "named"
+    assert resolve_chat(section(), tmp_path / "saved").tool_format == "named"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ TROUBLES = {
 def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Path, case: str) -> None:
     source, why = TROUBLES[case]
     folder = tiny_random(tmp_path / "model")
-    config = settle_chat(section(chat_template=source), folder)
+    config = resolve_chat(section(chat_template=source), folder)
     with pytest.raises(ModelError, match=why) as caught:
         check_template(config, folder, system=True, tools=True)
     assert "--chat-template" in caught.value.hint
@@ -246,7 +246,7 @@ def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Pa
 
 def test_check_template_refuses_a_template_that_drops_later_system_messages_if_there_are_some(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
-    config = settle_chat(section(), folder)
+    config = resolve_chat(section(), folder)
     check_template(config, folder, system=True, tools=True)
     with pytest.raises(ModelError, match="drops system messages behind the first"):
         check_template(config, folder, system=True, tools=True, later_system=True)
@@ -263,8 +263,8 @@ def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_
     def settled(source: str, **rollout: str) -> str:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
         asked = build({f"rollout.{name}": value for name, value in rollout.items()})
-        config = asked.model_copy(update={"model": settle_chat(asked.model, tmp_path)})
-        return settle_last_turn(config, tmp_path).rollout.last_turn
+        config = asked.model_copy(update={"model": resolve_chat(asked.model, tmp_path)})
+        return resolve_last_turn(config, tmp_path).rollout.last_turn
 
     (tmp_path / "config.json").write_text("{}")
     assert settled(TEMPLATE) == settled(TEMPLATE, last_turn="ask") == "ask"
@@ -277,8 +277,8 @@ def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_
 def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     for case in ("result", "refuses", "rewrites", "opens", "arguments"):
-        check_template(settle_chat(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
-    check_template(settle_chat(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
+        check_template(resolve_chat(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
+    check_template(resolve_chat(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
 
 
 def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> None:
@@ -300,18 +300,18 @@ UNREAD = TEMPLATE.replace("<tool_call>", "<|call_begins|>function<|sep|>").repla
 
 def test_remark_on_tools_names_a_template_with_unreadable_calls(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
-    said = remark_on_tools(settle_chat(section(chat_template=UNREAD), folder), folder)
+    said = remark_on_tools(resolve_chat(section(chat_template=UNREAD), folder), folder)
     assert "writes calls in a form that `hermes` does not read" in said
-    said = remark_on_tools(settle_chat(section(chat_template=AS_TEXT), folder), folder)
+    said = remark_on_tools(resolve_chat(section(chat_template=AS_TEXT), folder), folder)
     assert "writes calls in a form that `hermes` does not read" in said
-    other = settle_chat(section(chat_template=TEMPLATE, tool_format="pythonic"), folder)
+    other = resolve_chat(section(chat_template=TEMPLATE, tool_format="pythonic"), folder)
     assert "`pythonic` does not read" in remark_on_tools(other, folder)
     assert "does not read" not in remark_on_tools(section(chat_template=PLAIN), folder)
 
 
 def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> None:
-    assert settle_chat(section(), tmp_path).tool_format == AUTO
-    assert settle_chat(section(), None).tool_format == AUTO
+    assert resolve_chat(section(), tmp_path).tool_format == AUTO
+    assert resolve_chat(section(), None).tool_format == AUTO
     check_template(section(), tmp_path, True, True)
     for broken in ("{", "[]", '{"chat_template": 7}', '{"chat_template": [{"name": "default"}]}'):
         (tmp_path / "tokenizer_config.json").write_text(broken)
@@ -323,7 +323,7 @@ def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> 
 
 def test_a_format_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"No tool format is called 'herms'. Did you mean 'hermes'"):
-        settle_chat(section(tool_format="herms"), None)
+        resolve_chat(section(tool_format="herms"), None)
 
 
 # --- submitting ---------------------------------------------------------------------------------------------------------------

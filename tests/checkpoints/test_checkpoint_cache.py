@@ -213,10 +213,10 @@ def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
     with small_disk(tmp_path / "full", "64k") as full:
         monkeypatch.setattr("tempfile.tempdir", str(full))
         with pytest.raises(ServiceError, match="has no space for the checkpoint"):
-            checkpoint_cache.fault_of(path, sha256)
+            checkpoint_cache.checkpoint_error(path, sha256)
         subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
         with pytest.raises(ConfigError, match="cannot be read by this host"):
-            checkpoint_cache.fault_of(path, sha256)
+            checkpoint_cache.checkpoint_error(path, sha256)
 
 
 def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
@@ -228,7 +228,7 @@ def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
 def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, home: Path) -> None:
     path, sha256 = written(f"file://{tmp_path}/mount/run")
     (tmp_path / "mount").rename(tmp_path / "away")
-    for ask in (checkpoint_cache.local_part, checkpoint_cache.fault_of):
+    for ask in (checkpoint_cache.local_part, checkpoint_cache.checkpoint_error):
         with pytest.raises(ConfigError, match="cannot access"):
             ask(path, sha256)
 
@@ -329,7 +329,7 @@ def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, sai
 
 
 def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -> None:
-    for ask in (checkpoint_cache.local_part, checkpoint_cache.fault_of):
+    for ask in (checkpoint_cache.local_part, checkpoint_cache.checkpoint_error):
         with pytest.raises(ConfigError, match=r"does not see '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
             ask(f"/nowhere/runs/run/{NAME}", "0" * 64)
     with pytest.raises(CheckpointError, match="is missing"):
@@ -339,10 +339,10 @@ def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -
 def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
     assert checkpoint_cache.local_part(path, sha256, "all")
-    assert checkpoint_cache.fault_of(path, sha256, "all") == ""
+    assert checkpoint_cache.checkpoint_error(path, sha256, "all") == ""
     spoil(path, OPTIMIZER, b"moments" * 49, tmp_path)
-    assert checkpoint_cache.fault_of(path, sha256) == ""
-    assert f"{OPTIMIZER} has 343 bytes" in checkpoint_cache.fault_of(path, sha256, "all")
+    assert checkpoint_cache.checkpoint_error(path, sha256) == ""
+    assert f"{OPTIMIZER} has 343 bytes" in checkpoint_cache.checkpoint_error(path, sha256, "all")
     assert checkpoint_cache.local_part(path, sha256, "all")
 
 

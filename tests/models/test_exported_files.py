@@ -162,7 +162,7 @@ def test_a_checkpoint_of_before_is_still_sampled_and_trained_on(
     disturb(policy)
     path = f"{place}/{kind[:4]}-v1" if place != "folder" else str(tmp_path / "v1")
     sha256 = checkpoint_cache.write(path, older(trainer, policy))
-    assert checkpoint_cache.fault_of(path, sha256, "all") == ""
+    assert checkpoint_cache.checkpoint_error(path, sha256, "all") == ""
     learned = {name: tensor.detach().clone() for name, tensor in policy.trainable().items()}
     trainer.load(None)
     checkpoint_cache.read(path, sha256, "all", trainer.load)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from agentrl.workflow.algorithms import gradients, settle_options
+from agentrl.workflow.algorithms import gradients, resolve_options
 from agentrl.workflow.analysis import outcome_text
 from agentrl.workflow.analysis.credit_reasons import (
     _EXPLAIN,
@@ -68,7 +68,7 @@ def _trained_tokens(episode: Episode) -> int:
 
 def options_of(name: str, convention: str = "verl", **more: object) -> AlgorithmConfig:
     """The algorithm's options, settled."""
-    return settle_options(AlgorithmConfig.model_validate({"name": name, "convention": convention, **more}))
+    return resolve_options(AlgorithmConfig.model_validate({"name": name, "convention": convention, **more}))
 
 
 def credit_of(name: str) -> Credits:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.workflow.algorithms import Algorithm, Search, search_function, searches, settle_run, settle_search
+from agentrl.workflow.algorithms import Algorithm, Search, resolve_run, resolve_search, search_function, searches
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.server_responses import ChatReply
 from agentrl.workflow.plugins import find
-from agentrl.workflow.resources import MAX_RESOURCE_CHARS, MAX_RESOURCES, Prompt, fault_of, read_resources
+from agentrl.workflow.resources import MAX_RESOURCE_CHARS, MAX_RESOURCES, Prompt, read_resources, validation_error
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, score
 from agentrl.workflow.search.beam import edited
 from agentrl.workflow.search.feedback import MAX_FEEDBACK_CHARS as MAX_TOLD
@@ -289,8 +289,8 @@ def test_what_is_no_text_is_refused_by_the_config(values: Any, said: str) -> Non
 
 
 def test_a_text_may_gain_places_and_not_lose_one() -> None:
-    assert fault_of("{a} {b}", "{a}") == ""
-    assert fault_of("{b}", "{a} {b} {c}") == "it lacks {a}, {c}"
+    assert validation_error("{a} {b}", "{a}") == ""
+    assert validation_error("{b}", "{a} {b} {c}") == "it lacks {a}, {c}"
 
 
 def test_an_episode_is_told_to_a_critic_in_bounds() -> None:
@@ -340,18 +340,18 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_option_that_a_search_does_not_read_is_refused(name: str) -> None:
     values, said = SETTLED[name]
     with pytest.raises(ConfigError) as caught:
-        settle_search(build({"algorithm.name": "apo", **values}))
+        resolve_search(build({"algorithm.name": "apo", **values}))
     assert said in str(caught.value)
 
 
 def test_a_gradient_reads_no_option_of_a_search_and_a_search_has_its_defaults() -> None:
     with pytest.raises(ConfigError, match=r"search.\* has no effect with grpo"):
-        settle_run(build({"search.group_size": 2}))
-    made = settle_search(build({"algorithm.name": "gepa", "search.group_size": 2}))
+        resolve_run(build({"search.group_size": 2}))
+    made = resolve_search(build({"algorithm.name": "gepa", "search.group_size": 2}))
     assert (made.search.max_rollouts, made.search.batch_tasks, made.search.rounds, made.rollout.group_size) == (300, 3, None, 2)
     assert made.epochs == 1
-    assert settle_search(made) == made
-    assert settle_run(RunConfig()).search == RunConfig().search
+    assert resolve_search(made) == made
+    assert resolve_run(RunConfig()).search == RunConfig().search
 
 
 def test_what_a_search_asks_for_is_told_with_how_it_came_about() -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import make_call, scan_json, spell_json
+from agentrl.workflow.call_json import dump_json, make_call, scan_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import ToolCall
 
@@ -18,7 +18,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    return content + "".join(f"CALL {call.name} {spell_json(dict(call.arguments))}" for call in calls)
+    return content + "".join(f"CALL {call.name} {dump_json(dict(call.arguments))}" for call in calls)
 
 
 shouted = ToolFormat(name="shouted", begins=_CALL, read=_read, write=_write)

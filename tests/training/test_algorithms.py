@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.workflow.algorithms import Algorithm, gradients, settle_options, settle_run
+from agentrl.workflow.algorithms import Algorithm, gradients, resolve_options, resolve_run
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.config import AlgorithmConfig, RunConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
@@ -87,7 +87,7 @@ CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def options(name: str = "grpo", **named: Any) -> AlgorithmConfig:
-    return settle_options(AlgorithmConfig(name=name, **named))
+    return resolve_options(AlgorithmConfig(name=name, **named))
 
 
 def earned(values: Tensor | None = None) -> TokenRewards:
@@ -289,7 +289,7 @@ def test_every_algorithm_names_parts_that_are_there_and_options_that_there_are(n
         chosen = options(name, convention=convention)
         assert chosen.aggregation in AGGREGATIONS
         find("surrogates", found.surrogate_of(chosen))
-        assert settle_options(chosen) == chosen
+        assert resolve_options(chosen) == chosen
     assert math.isfinite(loss_of(name, OLD))
 
 
@@ -319,7 +319,7 @@ def test_an_option_that_the_algorithm_ignores_is_refused_with_those_it_takes(
 def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: float) -> None:
     def chosen(dual_clip: float) -> float | None:
         run = build({"algorithm.name": name, "algorithm.dual_clip": dual_clip})
-        return settle_run(run).algorithm.dual_clip
+        return resolve_run(run).algorithm.dual_clip
 
     for within in (1.0, 1 + clip_high):
         with pytest.raises(ConfigError, match=r"algorithm\.dual_clip=.* is not above 1 \+ clip_high") as refused:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.algorithms import gradients, settle_options
+from agentrl.workflow.algorithms import gradients, resolve_options
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.plugins import find
 from agentrl.workflow.token_chains import UNREAD, as_read, chains_of, context_of, reasons_not_to_train
@@ -202,7 +202,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[float], float]] = {
 @pytest.mark.parametrize("name", gradients())
 def test_an_algorithm_does_with_chains_what_the_documents_say(name: str) -> None:
     named, advantages, loss = GOLDEN[name]
-    algorithm, options = find("algorithms", name), settle_options(AlgorithmConfig(name=name, **named))
+    algorithm, options = find("algorithms", name), resolve_options(AlgorithmConfig(name=name, **named))
     tokens = TokenLayout.of(PAIR)
     earned = tokens.make_earned([Group(TASK, PAIR)], values=tokens.by_episode(VALUES) if algorithm.critic else None)
     credited = find("credits", algorithm.credit)(earned, options)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.workflow.algorithms import gradients, settle_run
+from agentrl.workflow.algorithms import gradients, resolve_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import CheckpointError, ConfigError
@@ -157,8 +157,8 @@ def test_explained_variance_is_one_for_who_knows_and_none_for_a_guess() -> None:
 
 def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
     with pytest.raises(ConfigError, match=r"critic.\* has no effect with grpo: it has no critic"):
-        settle_run(build({"critic.warmup": 2}))
-    assert settle_run(build({"critic.warmup": 2, "algorithm.name": "ppo"})).critic.warmup == 2
+        resolve_run(build({"critic.warmup": 2}))
+    assert resolve_run(build({"critic.warmup": 2, "algorithm.name": "ppo"})).critic.warmup == 2
 
 
 # --- every algorithm learns ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import trainers
-from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.algorithms import resolve_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, InfraError
@@ -340,7 +340,7 @@ def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypat
 )
 def test_what_trl_would_not_do_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="The trainer trl cannot do this: ") as found:
-        trainers.check(settle_run(build({"update.trainer": "trl", **values})))
+        trainers.check(resolve_run(build({"update.trainer": "trl", **values})))
     assert said in found.value.message
 
 
@@ -351,7 +351,7 @@ def test_the_convention_is_trl_s_where_none_is_named_and_verl_s_is_refused() -> 
     assert RunConfig.model_validate(config.model_dump()) == config
     verl, _ = resolve(assignments=("update.trainer=trl", "algorithm.convention=verl"))
     with pytest.raises(ConfigError, match=r"algorithm\.convention=verl, where TRL computes in its own"):
-        trainers.check(settle_run(verl))
+        trainers.check(resolve_run(verl))
 
 
 def test_a_run_of_trl_s_is_refused_when_it_is_submitted(own_database: Database, folder: Path) -> None:
@@ -362,7 +362,7 @@ def test_a_run_of_trl_s_is_refused_when_it_is_submitted(own_database: Database, 
 
 def test_what_is_minimised_is_trl_s_word_for_it() -> None:
     def words(**values: Any) -> tuple[str, str, float]:
-        found = grpo_options(settle_run(asked(**values)))
+        found = grpo_options(resolve_run(asked(**values)))
         return found["loss_type"], found["importance_sampling_level"], found.get("epsilon_high", 0.0)
 
     assert words() == ("grpo", "token", 0.2)

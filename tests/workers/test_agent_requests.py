@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.workers.requests import requirements
-from agentrl.workers.requests.agent_request import check_function, remark_on_agent, settle_agent
+from agentrl.workers.requests.agent_request import check_function, remark_on_agent, resolve_agent
 from agentrl.workers.requests.eval_config import eval_config, stored_sampling_values
 from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import KEYS, LOOP_LIMITS, AgentConfig, RolloutConfig, RunConfig, build
@@ -70,7 +70,7 @@ class Gives(Hook):
 
 
 def settled(agent: str, tasks: tuple[Task, ...] = (SAID,), **more: Any) -> RunConfig:
-    return settle_agent(Experiment(RunConfig(agent=agent, **({"env": "arithmetic"} | more))), tasks)  # type: ignore[arg-type]
+    return resolve_agent(Experiment(RunConfig(agent=agent, **({"env": "arithmetic"} | more))), tasks)  # type: ignore[arg-type]
 
 
 def test_a_section_a_text_and_a_flat_config_name_the_same_agent(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_agents_own_rewards_are_the_runs_where_nothing_else_gives_any() -> No
         settled(f"{HERE}:solve").agent,
     ]
     assert [agent.own_rewards for agent in own if agent] == [True, False, False, False]
-    assert settle_agent(Experiment(RunConfig(env="arithmetic")), ()) == RunConfig(env="arithmetic")
+    assert resolve_agent(Experiment(RunConfig(env="arithmetic")), ()) == RunConfig(env="arithmetic")
 
 
 def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run() -> None:

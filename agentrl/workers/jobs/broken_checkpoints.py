@@ -31,7 +31,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
         ServiceError: its state is unknown: the store or the database was away for long, or this host has no space.
     """
     try:
-        fault = checkpoint_cache.fault_of(policy.path, policy.sha256, part) if policy.path else ""
+        fault = checkpoint_cache.checkpoint_error(policy.path, policy.sha256, part) if policy.path else ""
     except ConfigError as error:
         log.warning("version %d could not be checked: %s", policy.version, error)
         return None
@@ -68,7 +68,7 @@ def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> C
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next(
-        (version for version, path, sha256 in versions if not path or not checkpoint_cache.fault_of(path, sha256)), None
+        (version for version, path, sha256 in versions if not path or not checkpoint_cache.checkpoint_error(path, sha256)), None
     )
     found = f"the last intact version is {whole}" if whole is not None else "no earlier version is intact"
     start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"

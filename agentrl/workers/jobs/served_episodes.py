@@ -237,7 +237,7 @@ class ServedEpisodes:
     def _end(self, episode: int, end: AgentEnd) -> None:
         opened = self._opened.get(episode)
         if opened is None:
-            self._tell_ended(episode)
+            self._notify_ended(episode)
             return
         self._ending.setdefault(episode, end)
         self._try(partial(self._write_end, opened))
@@ -289,7 +289,7 @@ class ServedEpisodes:
         self._heartbeat.drop_agent(opened.agent, self.run.worker)
         self._opened.pop(opened.id, None)
         self._ending.pop(opened.id, None)
-        self._tell_ended(opened.id)
+        self._notify_ended(opened.id)
 
     def _end_all(self) -> None:
         for episode in self._opened:
@@ -333,7 +333,7 @@ class ServedEpisodes:
         self._wake()
         return told
 
-    def _tell_ended(self, episode: int) -> None:
+    def _notify_ended(self, episode: int) -> None:
         ended = self._ended.pop(episode, None)
         if ended is not None:
             ended.set_result(None)

@@ -68,7 +68,7 @@ def _train_claimed(work: IterationWork) -> None:
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
         write_when_possible(partial(_fail_run, work, error))
-        _tell_end(work)
+        _notify_end(work)
     except Exception as error:
         if failure := end_if_device_lost(error, "train"):
             write_when_possible(partial(_fail_run, work, failure))
@@ -76,16 +76,16 @@ def _train_claimed(work: IterationWork) -> None:
             log.exception("%s: iteration %d was not trained", work.run, work.iteration)
             said, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
             train_claims.fail_update(database(), work, said, attempts)
-        _tell_end(work)
+        _notify_end(work)
     else:
         _send_next(work, published)
-        _tell_end(work)
+        _notify_end(work)
         faultpoint("train.end")
     finally:
         heartbeat().drop_iteration(work.id, work.token)
 
 
-def _tell_end(work: IterationWork) -> None:
+def _notify_end(work: IterationWork) -> None:
     """Tells the run's hooks that it has ended, if it has."""
     if not work.config["hooks"]:
         return
@@ -184,7 +184,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
     """Rebuilds the run's broken checkpoint by repeating its update; the iteration then goes on from it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
-    if not checkpoint_cache.fault_of(
+    if not checkpoint_cache.checkpoint_error(
         broken.path, broken.sha256, _checkpoint_part(work, broken.path)
     ):  # a person has put the files back
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)

@@ -51,7 +51,7 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
     app.add_exception_handler(AgentRLError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_path)
     app.add_exception_handler(RequestValidationError, _refuse_values)
-    app.add_exception_handler(Exception, _tell_mistake)
+    app.add_exception_handler(Exception, _answer_mistake)
     app.add_middleware(GZipMiddleware, minimum_size=SMALLEST_ZIPPED, compresslevel=5)
     app.add_api_route("/", lambda: FileResponse(STATIC / "index.html"), methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
@@ -68,7 +68,7 @@ async def _refuse_path(_: Request, error: Exception) -> Response:
     return answer({"error": f"{error.detail}.", "hint": "See /api/openapi.json"}, error.status_code)
 
 
-async def _tell_mistake(_: Request, error: Exception) -> Response:
+async def _answer_mistake(_: Request, error: Exception) -> Response:
     """Of a mistake of ours, which is printed where the page was started."""
     traceback.print_exception(error)
     said = f"The page cannot show this: {type(error).__name__}."

@@ -22,7 +22,7 @@ TEMPLATE = "prompt_template"
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
-def settle_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
+def resolve_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
     """Checks the run's agent, where it has one; returns the config with whose rewards count.
 
     An agent's own rewards are the run's where nothing else gives any.

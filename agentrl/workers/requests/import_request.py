@@ -12,7 +12,7 @@ from agentrl.workers.requests.serve_request import recorded_submission, serve_co
 from agentrl.workflow.adapters import Adapter, Turn
 from agentrl.workflow.annotations import MAX_NAME, MAX_OF_ATTEMPT, Annotation, rewards_of
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.chat.templates import settle_chat
+from agentrl.workflow.chat.templates import resolve_chat
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import DatasetError, ModelError
 from agentrl.workflow.inference.traced_steps import TracedStep, traced_steps
@@ -116,7 +116,7 @@ def prepare_import(
     ref = ref or starting_policy(config.model.path, config.dataset.name)
     folder = model_folder(ref.base, config.model.trust_remote_code)
     settled = build(serve_config(config, name, {}).flat())
-    settled = settled.model_copy(update={"model": settle_chat(settled.model, folder)})
+    settled = settled.model_copy(update={"model": resolve_chat(settled.model, folder)})
     chat = load_chat(settled.model, folder)
     _, words = context_and_vocabulary(folder, settled.model.trust_remote_code)
     exact = exact_only or not without

@@ -39,7 +39,7 @@ def check_resources(made: Experiment) -> None:
             raise ConfigError(f"resources.{name} has no effect without an agent.", f"There are {known}.")
 
 
-def settle_texts(made: Experiment) -> RunConfig:
+def resolve_texts(made: Experiment) -> RunConfig:
     """The config of a search with the texts that it begins with, and whom it asks.
 
     Raises:

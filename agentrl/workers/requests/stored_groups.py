@@ -18,7 +18,7 @@ from agentrl.workers.requests.submit import (
     submission_of,
 )
 from agentrl.workflow import trainers
-from agentrl.workflow.algorithms import settle_run
+from agentrl.workflow.algorithms import resolve_run
 from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.experiment import Experiment
@@ -55,7 +55,7 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
             )
     first = found.sources[0]
     defaults = {key: value for key, value in RunConfig().flat().items() if key in ALLOWED_KEYS}
-    config = settle_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS))
+    config = resolve_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS))
     trainers.check(config)
     load_hooks(config.hooks)
     experiment, start = Experiment(config, first.weights), replace(found.start, version=0)

@@ -18,14 +18,14 @@ from typing import Any
 from uuid import uuid4
 
 from agentrl import __version__
-from agentrl.workers.requests.agent_request import remark_on_agent, settle_agent
+from agentrl.workers.requests.agent_request import remark_on_agent, resolve_agent
 from agentrl.workers.requests.curriculum import ChosenTasks, choose_by_difficulty
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
-from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, settle_texts
+from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, resolve_texts
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import engines, trainers
-from agentrl.workflow.algorithms import searches, settle_run, settle_search
-from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, settle_chat, settle_last_turn
+from agentrl.workflow.algorithms import resolve_run, resolve_search, searches
+from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, resolve_chat, resolve_last_turn
 from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.checkpoints.sealed_folder import RECORD
@@ -151,10 +151,10 @@ def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Ex
     """Return the experiment whose config names its env, its agent, its tools, its texts and its algorithm's options."""
     experiment = Experiment(_with_served_tools(config.model_copy(update={"env": config.env or loaded.env})))
     check_resources(experiment)
-    experiment = replace(experiment, config=settle_agent(experiment, loaded.tasks))
+    experiment = replace(experiment, config=resolve_agent(experiment, loaded.tasks))
     if kind == "search":
-        return replace(experiment, config=settle_texts(experiment))
-    return replace(experiment, config=settle_run(experiment.config)) if kind == "train" else experiment
+        return replace(experiment, config=resolve_texts(experiment))
+    return replace(experiment, config=resolve_run(experiment.config)) if kind == "train" else experiment
 
 
 def _check_parts(
@@ -190,8 +190,8 @@ def _is_trained(policy: PolicyRef | None) -> bool:
 def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks: Sequence[Task]) -> Experiment:
     """Return the experiment whose config names the template, the tool format and the last turn of the model."""
     config, folder = experiment.config, model.folder
-    config = config.model_copy(update={"model": settle_chat(config.model, folder)})
-    config = settle_last_turn(config, folder) if config.agent is None else config
+    config = config.model_copy(update={"model": resolve_chat(config.model, folder)})
+    config = resolve_last_turn(config, folder) if config.agent is None else config
     _check_weights(experiment.engine, config, model.policy, kind == "train" or model.is_trained)
     if kind == "train" and folder is not None:
         system, later = _system_messages(experiment.env, tasks)
@@ -270,7 +270,7 @@ def _resolve_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
     """Return the kind of run and its config: a run whose algorithm searches trains nothing."""
     if kind != "train" or not searches(find("algorithms", config.algorithm.name)):
         return kind, config
-    return "search", settle_search(config)
+    return "search", resolve_search(config)
 
 
 def _check_tools_and_trackers(made: Experiment) -> None:

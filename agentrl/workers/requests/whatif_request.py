@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, find_gradient, settle_run
+from agentrl.workflow.algorithms import Algorithm, find_gradient, resolve_run
 from agentrl.workflow.config import ALGORITHM_OPTIONS, RunConfig, build
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
@@ -70,7 +70,7 @@ def prepare_whatif(
         if not taken:
             takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
             raise ConfigError(f"{key} has no effect with {', '.join(names)}.", f"{takes}.")
-    own = settle_run(build(config.flat() | PLAIN_UPDATE))
+    own = resolve_run(build(config.flat() | PLAIN_UPDATE))
     others = [_variant_config(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
     return WhatIfRequest(past, [own, *(other for other in others if other != own)], takers)
 
@@ -101,4 +101,4 @@ def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention:
         flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
     if "algorithm.kl_coef" in asked:  # the chosen weight, not the one that the run has adapted
         flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
-    return settle_run(build(flat | {key: value for key, value in asked.items() if _has_option(algorithm, key, convention)}))
+    return resolve_run(build(flat | {key: value for key, value in asked.items() if _has_option(algorithm, key, convention)}))

@@ -64,7 +64,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     """
     _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()), json.dumps(policy.trained_part))
     if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
-        _tell_of_cpu(run)
+        _report_cpu(run)
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
@@ -99,7 +99,7 @@ def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...
 
 
 @cache
-def _tell_of_cpu(run: int) -> None:
+def _report_cpu(run: int) -> None:
     if said := record_cpu_after_loss(database(), run, worker_name()):
         log.warning("run %d: %s", run, said)
 
@@ -128,7 +128,7 @@ def forget() -> None:
     heartbeat.forget()
     database.forget()
     _confirm_hashes.cache_clear()
-    _tell_of_cpu.cache_clear()
+    _report_cpu.cache_clear()
     for event in (stopping, shared, threaded):
         event.clear()
     settings.cache_clear()

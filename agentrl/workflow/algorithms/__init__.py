@@ -125,7 +125,7 @@ def search_function(found: Any) -> Callable[..., Any]:
     return function
 
 
-def settle_search(config: RunConfig) -> RunConfig:
+def resolve_search(config: RunConfig) -> RunConfig:
     """The config of a run that searches, with the algorithm's defaults filled in.
 
     Raises:
@@ -163,7 +163,7 @@ def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any
     return {**found.options, **given}
 
 
-def settle_options(config: AlgorithmConfig) -> AlgorithmConfig:
+def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
     """The options with the algorithm's defaults filled in. Settled options stay as they are.
 
     Raises:
@@ -188,11 +188,11 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
         )
 
 
-def settle_run(config: RunConfig) -> RunConfig:
+def resolve_run(config: RunConfig) -> RunConfig:
     """A training run's config with the algorithm's defaults filled in.
 
     Raises:
-        ConfigError: as `settle_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
+        ConfigError: as `resolve_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
             one for an algorithm that compares within groups.
     """
     algorithm = find_gradient(config.algorithm.name)
@@ -200,7 +200,7 @@ def settle_run(config: RunConfig) -> RunConfig:
         raise ConfigError(
             f"search.* has no effect with {algorithm.name}.", "It is only for prompt searches such as apo and gepa."
         )
-    options = settle_options(config.algorithm)
+    options = resolve_options(config.algorithm)
     _check_dual_clip(options)
     if not algorithm.critic and config.critic != CriticConfig():
         raise ConfigError(f"critic.* has no effect with {algorithm.name}: it has no critic.", "Leave it out, or use ppo.")

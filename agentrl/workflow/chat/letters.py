@@ -41,7 +41,7 @@ class Letters:
             return ""
         text = self._read()
         if text.endswith(HALF):
-            return self._tell_sure(text) if len(self._waiting) >= MAX_WAITING else ""
+            return self._take_certain(text) if len(self._waiting) >= MAX_WAITING else ""
         new = text[self._told :]
         self._before, self._waiting, self._look_at, self._told = self._waiting, [], 0.0, 0
         return new
@@ -52,7 +52,7 @@ class Letters:
         self._waiting, self._look_at, self._told = [], 0.0, 0
         return text
 
-    def _tell_sure(self, text: str) -> str:
+    def _take_certain(self, text: str) -> str:
         new = text[self._told : -OPEN]
         self._told += len(new)
         self._look_at = len(self._waiting) * REREAD

@@ -132,7 +132,7 @@ def _read_template_file(path: Path) -> str:
         raise ConfigError(f"The chat template {str(path)!r} is not UTF-8.", "Is it the right file?") from error
 
 
-def settle_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
+def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     """The config section with its template as text and its tool format chosen; AUTO stays if the model is not on this machine.
 
     Raises:
@@ -150,11 +150,11 @@ def settle_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     return config.model_copy(update=chosen)
 
 
-def settle_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
+def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
     """The config with `rollout.last_turn` chosen; `auto` stays if the model is not on this machine.
 
     Args:
-        config: its model as `settle_chat` returns it.
+        config: its model as `resolve_chat` returns it.
 
     Raises:
         ConfigError: it says `ask`, and the model's chat template cannot.
@@ -234,7 +234,7 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
     """Refuses a template that cannot be trained with.
 
     Args:
-        config: as `settle_chat` returns it.
+        config: as `resolve_chat` returns it.
         system, tools, later_system: as of `find_trouble`.
 
     Raises:

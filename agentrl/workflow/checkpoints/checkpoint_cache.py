@@ -113,7 +113,7 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
     return copy
 
 
-def fault_of(path: str, sha256: str, part: Part = "weights") -> str:
+def checkpoint_error(path: str, sha256: str, part: Part = "weights") -> str:
     """The fault in a part of a published checkpoint; empty if every byte is as it was written.
 
     For a URL the store itself is read: a sound copy on this host does not help other hosts.
@@ -242,9 +242,9 @@ def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
         if _sha256(manifest) != sha256:
             raise sealed_folder.broken_error(url, f"its weights differ from the record ({sha256[:12]})")
         for name in _names(manifest, part):
-            if sealed_folder.fault_of(copy / name, manifest[name]):
+            if sealed_folder.file_error(copy / name, manifest[name]):
                 _get(url, name, beside)
-                fault = sealed_folder.fault_of(beside / name, manifest[name])
+                fault = sealed_folder.file_error(beside / name, manifest[name])
                 if fault:
                     raise sealed_folder.broken_error(url, f"{name} {fault}")
         _move(beside, copy)
@@ -299,7 +299,7 @@ def _is_sound(copy: Path, sha256: str, part: Part) -> bool:
         return False
     if _sha256(manifest) != sha256:
         return False
-    return not any(sealed_folder.fault_of(copy / name, manifest[name]) for name in _names(manifest, part))
+    return not any(sealed_folder.file_error(copy / name, manifest[name]) for name in _names(manifest, part))
 
 
 @contextmanager

@@ -153,13 +153,13 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
     manifest = read_manifest(folder)
     for name, record in manifest.items():
         spared = name in without or (record.shared and not shared)
-        fault = "" if spared else fault_of(folder / name, record)
+        fault = "" if spared else file_error(folder / name, record)
         if fault:
             raise broken_error(folder, f"{name} {fault}")
     return manifest
 
 
-def fault_of(file: Path, record: FileRecord) -> str:
+def file_error(file: Path, record: FileRecord) -> str:
     """The fault of a file; empty if it is as it was written."""
     if not file.is_file():
         return "is missing"

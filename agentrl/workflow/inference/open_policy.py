@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.workflow import engines
-from agentrl.workflow.chat.templates import settle_chat, settle_last_turn
+from agentrl.workflow.chat.templates import resolve_chat, resolve_last_turn
 from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
@@ -236,7 +236,7 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     engines.check_options(backend, config.rollout)
     base = ref.base if ref else resolve_model(config.model.path, TINY_DATASET)
     folder = local_folder(base)
-    config = settle_last_turn(config.model_copy(update={"model": settle_chat(config.model, folder)}), folder)
+    config = resolve_last_turn(config.model_copy(update={"model": resolve_chat(config.model, folder)}), folder)
     policy = Policy.load(config.model, base, settings().device, settings().threads, weights=backend.local)
     if ref is not None:
         policy.check(ref)

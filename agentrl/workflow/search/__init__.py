@@ -13,7 +13,7 @@ from math import fsum
 from typing import Any, Protocol
 
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.resources import fault_of
+from agentrl.workflow.resources import validation_error
 from agentrl.workflow.trajectory import Group, Task
 
 MAX_GROUPS = 4096
@@ -72,9 +72,9 @@ class Tried:
 class Resources(dict[str, str]):
     """The texts that a search begins with."""
 
-    def fault_of(self, name: str, text: object) -> str:
+    def validation_error(self, name: str, text: object) -> str:
         """Why the text cannot take the place of the one of that name; empty if it can."""
-        return fault_of(text, self[name])
+        return validation_error(text, self[name])
 
     def with_text(self, candidate: Candidate, name: str, text: str) -> dict[str, str]:
         """The candidate with another text under that name."""
@@ -135,7 +135,7 @@ class Rollouts:
         if candidate.keys() != self._seeds.keys():
             raise ValueError(f"a candidate has the texts {', '.join(self._seeds)}, not {', '.join(candidate)}")
         for name, text in candidate.items():
-            if fault := fault_of(text, self._seeds[name]):
+            if fault := validation_error(text, self._seeds[name]):
                 raise ValueError(f"the text {name!r} of a candidate cannot be tried: {fault}")
 
 

@@ -59,7 +59,7 @@ def _edits(
     made = []
     for (parent, name, _), edit in zip(wanted, edits, strict=True):
         text = edited(edit)
-        if not resources.fault_of(name, text):
+        if not resources.validation_error(name, text):
             made.append((resources.with_text(parent, name, text), parent))
     return made
 

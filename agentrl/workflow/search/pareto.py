@@ -55,7 +55,9 @@ class _Adapter:
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Episode | str, str]:
         """A candidate that cannot be tried, say without its places, scores worst, and why is its feedback."""
-        faults = [f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.fault_of(name, text))]
+        faults = [
+            f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.validation_error(name, text))
+        ]
         if faults:
             said = f"This text cannot be used: {'; '.join(faults)}"
             return EvaluationBatch([""] * len(batch), [0.0] * len(batch), [said] * len(batch) if capture_traces else None)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from html import escape, unescape
 
-from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
+from agentrl.workflow.call_json import Unreadable, dump_json, make_call, scan_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after
 from agentrl.workflow.tool_formats.mistral import skip_end
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
@@ -52,7 +52,7 @@ def marked_format(
 
     def write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
         written = (
-            f"{CALL}{before}{escape(call.name, quote=False)}{between}{spell_json(dict(call.arguments))}{after}{END_CALL}"
+            f"{CALL}{before}{escape(call.name, quote=False)}{between}{dump_json(dict(call.arguments))}{after}{END_CALL}"
             for call in calls
         )
         return append_calls(content, f"{START}{gap.join(written)}{END}")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.workflow.call_json import spell_json
+from agentrl.workflow.call_json import dump_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.tool_formats.mistral import skip_end
 from agentrl.workflow.tool_formats.pythonic import CallReader, check_length
@@ -53,7 +53,7 @@ def _spell_value(value: Any, quote: str) -> str:
         return f"[{','.join(_spell_value(item, quote) for item in value)}]"
     if isinstance(value, str) and quote not in value and "\0" not in value:
         return f"{quote}{value}{quote}"
-    return spell_json(value).replace(quote[0], f"\\u{ord(quote[0]):04x}") if isinstance(value, str) else spell_json(value)
+    return dump_json(value).replace(quote[0], f"\\u{ord(quote[0]):04x}") if isinstance(value, str) else dump_json(value)
 
 
 def _spell_key(key: str, quote: str) -> str:

@@ -7,7 +7,7 @@ is complete; else it is UNCLOSED.
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, decode_json, read_arguments, spell_json
+from agentrl.workflow.call_json import Unreadable, decode_json, dump_json, read_arguments
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.trajectory import UNCLOSED, ToolCall
 
@@ -45,7 +45,7 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 
 
 def _spell_call(call: ToolCall) -> str:
-    return spell_json({"name": call.name, "arguments": dict(call.arguments)}).replace(END_CALL, END_CALL.replace("/", "\\/"))
+    return dump_json({"name": call.name, "arguments": dict(call.arguments)}).replace(END_CALL, END_CALL.replace("/", "\\/"))
 
 
 hermes = ToolFormat(

@@ -7,7 +7,7 @@ no "parameters". A turn that begins with an object without a name is an answer.
 import re
 from collections.abc import Sequence
 
-from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
+from agentrl.workflow.call_json import Unreadable, dump_json, make_call, scan_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
@@ -37,7 +37,7 @@ def _call(value: dict[str, object], end: int) -> ToolCall:
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = "; ".join(spell_json({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
+    said = "; ".join(dump_json({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
     return f"{content}{MARK}{said}" if content else said
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
+from agentrl.workflow.call_json import Unreadable, dump_json, make_call, scan_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
@@ -39,7 +39,7 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
         return calls, skip_end(text, after, end)
 
     def write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-        values = spell_json([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
+        values = dump_json([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
         return append_calls(content, f"{starts[0]}{space}{values}{end}")
 
     return ToolFormat(

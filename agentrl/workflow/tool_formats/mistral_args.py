@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from html import unescape
 
-from agentrl.workflow.call_json import Unreadable, make_call, scan_json, spell_json
+from agentrl.workflow.call_json import Unreadable, dump_json, make_call, scan_json
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
@@ -35,7 +35,7 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 
 def _spell_call(call: ToolCall) -> str:
     name = _ESCAPED_CHARACTERS.sub(lambda letter: f"&#{ord(letter[0])};", call.name)
-    return f"{MARK}{name}{ARGUMENTS}{spell_json(dict(call.arguments))}"
+    return f"{MARK}{name}{ARGUMENTS}{dump_json(dict(call.arguments))}"
 
 
 mistral_args = ToolFormat(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from html import escape, unescape
 
-from agentrl.workflow.call_json import Unreadable, decode_json, make_call, spell_json
+from agentrl.workflow.call_json import Unreadable, decode_json, dump_json, make_call
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
@@ -36,7 +36,7 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 
 
 def _spell_call(call: ToolCall) -> str:
-    arguments = spell_json(dict(call.arguments)).replace(END_CALL, END_CALL.replace("/", "\\/"))
+    arguments = dump_json(dict(call.arguments)).replace(END_CALL, END_CALL.replace("/", "\\/"))
     return f'{CALL}"{escape(call.name)}">\n{arguments}\n{END_CALL}'
 
 

@@ -17,11 +17,11 @@ from agentrl.workflow.call_json import (
     MAX_NESTING,
     TOO_LONG,
     Unreadable,
+    describe_json_error,
+    dump_json,
     duplicate_key_message,
     make_call,
     parse_digits,
-    spell_json,
-    why_unfit,
 )
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
@@ -149,7 +149,7 @@ class CallReader:
     def checked(self, name: str, arguments: dict[str, Any]) -> ToolCall:
         """Return the call, whose text ends here; its arguments are within the limits."""
         try:
-            why = why_unfit(arguments)
+            why = describe_json_error(arguments)
         except ValueError as error:
             raise self.wrong(str(error)) from error
         if why:
@@ -289,10 +289,10 @@ def _arguments(call: ToolCall) -> str:
 
 def _spell_value(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{spell_json(key)}: {_spell_value(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{dump_json(key)}: {_spell_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_spell_value, value))}]"
-    return str(value) if value is None or isinstance(value, bool) else spell_json(value)
+    return str(value) if value is None or isinstance(value, bool) else dump_json(value)
 
 
 pythonic = ToolFormat(

@@ -15,10 +15,10 @@ from agentrl.workflow.call_json import (
     TOO_LONG,
     Unreadable,
     decode_json,
+    describe_json_error,
+    dump_json,
     duplicate_key_message,
     make_call,
-    spell_json,
-    why_unfit,
 )
 from agentrl.workflow.tool_formats import Schema, ToolFormat, append_calls, nothing_after, skip_mark
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
@@ -83,7 +83,7 @@ def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -
         Unreadable: it is longer, or its arguments are larger, than the limits.
     """
     try:
-        why = TOO_LONG if end - at > MAX_CHARACTERS else why_unfit(arguments)
+        why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
     except ValueError as error:
         raise Unreadable(str(error), end) from error
     if why:
@@ -131,7 +131,7 @@ def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], t
     """Return the text between tags that reads back as the value; `tags` are the closing tags that it must not contain."""
     if isinstance(value, str) and _is_plain(value, kinds, stands_alone):
         return value
-    quoted = spell_json(value)
+    quoted = dump_json(value)
     for tag in tags:
         quoted = quoted.replace(tag, tag.replace("/", "\\/"))
     return quoted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from agentrl.workflow.algorithms import find_gradient, settle_options
+from agentrl.workflow.algorithms import find_gradient, resolve_options
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
@@ -100,7 +100,7 @@ class UpdatePreparation:
         self._policy = policy
         self._config = config
         self._scorer = scorer
-        self._options = settle_options(config.algorithm)
+        self._options = resolve_options(config.algorithm)
         self._algorithm = find_gradient(config.algorithm.name)
         self._credit: Credit = find("credits", self._algorithm.credit)
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.workflow.algorithms import find_gradient, settle_options
+from agentrl.workflow.algorithms import find_gradient, resolve_options
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
@@ -81,7 +81,7 @@ class Trainer:
         self._config = config
         self._iterations = iterations
         self._algorithm = find_gradient(config.algorithm.name)
-        self._options = settle_options(config.algorithm)
+        self._options = resolve_options(config.algorithm)
         self._scorer = RowScorer(policy, config)
         engine: Backend = find("engines", config.rollout.engine)
         self._loss = UpdateLoss(config, engine.local and policy.precision != "coarse")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from agentrl.workflow.algorithms import Algorithm, find_gradient, gradients, settle_options
+from agentrl.workflow.algorithms import Algorithm, find_gradient, gradients, resolve_options
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.installation import install_command
@@ -76,7 +76,7 @@ def check_trl(config: RunConfig) -> None:
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
     """The loss as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
-    options, limits = settle_options(config.algorithm), config.rollout
+    options, limits = resolve_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
         "importance_sampling_level": "sequence" if _is_sequence_level(options) else "token",
@@ -97,7 +97,7 @@ def grpo_options(config: RunConfig) -> dict[str, Any]:
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:
-    yield from _algorithm_refusals(settle_options(config.algorithm))
+    yield from _algorithm_refusals(resolve_options(config.algorithm))
     yield from _episode_refusals(config)
     update = config.update
     if update.batch_size is not None:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from agentrl.workflow.algorithms import find_gradient, settle_options
+from agentrl.workflow.algorithms import find_gradient, resolve_options
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.logprobs import Scores
 from agentrl.workflow.plugins import find
@@ -38,7 +38,7 @@ class UpdateLoss:
         """
         algorithm = find_gradient(config.algorithm.name)
         self._config = config
-        self._options = settle_options(config.algorithm)
+        self._options = resolve_options(config.algorithm)
         self._surrogate: Surrogate = find("surrogates", algorithm.surrogate_of(config.algorithm))
         self.importance = config.importance_method(same_numbers)
 

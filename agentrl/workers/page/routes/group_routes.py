@@ -10,7 +10,7 @@ from agentrl.workers.page.routes.asked import Store
 from agentrl.workers.page.routes.episode_answers import Advantage, ShownRow, ShownTask
 from agentrl.workers.page.shown.episode_tokens import check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts
-from agentrl.workers.page.shown.whole_group import load_group_answer, tell_parting
+from agentrl.workers.page.shown.whole_group import describe_parting, load_group_answer
 from agentrl.workers.page.shown.within import look
 
 router = APIRouter(prefix="/api", tags=["groups"])
@@ -90,4 +90,4 @@ def read_group(store: Store, group: int) -> Response:
     if not texts.sure and found.shapes:
         first = next(iter(found.shapes.values()))
         texts = look(store, lambda db: check_namesake(db.tx, first, texts))
-    return answer({**found.told, "parting": tell_parting(found, texts)})
+    return answer({**found.told, "parting": describe_parting(found, texts)})

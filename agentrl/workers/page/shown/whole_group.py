@@ -141,7 +141,7 @@ def _segment(
     return shown
 
 
-def tell_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
+def describe_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
     """Where the siblings part, in tokens and, where there are, texts."""
     alignment, texts = answer.alignment, found.texts
     common = alignment.common
