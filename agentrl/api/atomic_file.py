@@ -7,7 +7,7 @@ from agentrl.workflow.errors import ServiceError
 
 
 def write_once(file: Path, text: str) -> None:
-    """Writes the file where it is not there yet.
+    """Write the file where it is not there yet.
 
     Raises:
         ServiceError: it cannot be written.

@@ -71,7 +71,7 @@ class RolloutWorker:
         self._numbers = count(1)
 
     def run_episode(self, task: "Task | Mapping[str, Any] | str") -> Episode:
-        """One episode, to its end; each call draws anew. A task without a reference is not scored, unless by `rewards`.
+        """Return one episode, to its end; each call draws anew. A task without a reference is not scored, unless by `rewards`.
 
         Args:
             task: a Task, a row (`question`, `answer`), or a question.
@@ -173,7 +173,7 @@ class GRPOTrainer:
         self._updates = 0
 
     def update(self, episodes: Iterable[Episode]) -> dict[str, Any]:
-        """One update on the episodes, of which those of one task are compared; the policy then samples from its result.
+        """Return one update on the episodes, of which those of one task are compared; the policy then samples from its result.
 
         Returns:
             Its numbers (`loss`, `reward`, `grad_norm`, `kl`, ...), and as `skipped` why nothing was changed, if so.
@@ -197,7 +197,7 @@ class GRPOTrainer:
         return told
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Makes a model folder of the policy as it is now, which needs nothing else: `open_policy` and `agentrl chat` take it.
+        """Make a model folder of the policy as it is now, which needs nothing else: `open_policy` and `agentrl chat` take it.
 
         Raises:
             ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
@@ -210,7 +210,7 @@ class GRPOTrainer:
 
 
 def judged(reward: Reward, name: str, ended: Episode) -> Any:
-    """What the reward gives the episode.
+    """Return what the reward gives the episode.
 
     Raises:
         RewardError: it raised.
@@ -222,7 +222,7 @@ def judged(reward: Reward, name: str, ended: Episode) -> Any:
 
 
 def grouped(episodes: Iterable[Episode]) -> list[Group]:
-    """The episodes by their tasks, in the order in which these first came."""
+    """Return the episodes by their tasks, in the order in which these first came."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.key, []).append(episode)
@@ -231,7 +231,7 @@ def grouped(episodes: Iterable[Episode]) -> list[Group]:
 
 
 def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
-    """A task of a row, or of a question; what is the same is the same task.
+    """Return a task of a row, or of a question; what is the same is the same task.
 
     Raises:
         DatasetError: it is none.

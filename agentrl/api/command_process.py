@@ -19,7 +19,7 @@ NEXT = "Follow it: "
 
 
 def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
-    """The JSON that a command prints; its remarks go to stderr.
+    """Return the JSON that a command prints; its remarks go to stderr.
 
     Raises:
         AgentRLError: what the command refused, in its words.
@@ -51,7 +51,7 @@ def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None
 
 
 def error_of(code: int, said: str) -> AgentRLError:
-    """The error that a command ended with."""
+    """Return the error that a command ended with."""
     message, _, hint = said.rstrip().removeprefix(SAID).rpartition("\n  ") if "\n  " in said else (said.strip(), "", "")
     kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
     kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)
@@ -65,7 +65,7 @@ def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
 
 
 def follow(place: StoreLocation, run: str) -> Iterator[str]:
-    """The lines of `agentrl watch`, until the run is no longer at work."""
+    """Yield the lines of `agentrl watch`, until the run is no longer at work."""
     environment = place.environment(PYTHONUNBUFFERED="1")
     child = subprocess.Popen(
         [*COMMAND, "watch", run],

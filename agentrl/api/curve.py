@@ -32,7 +32,7 @@ class Curve:
 
     @classmethod
     def of(cls, run: str, rows: Sequence[IterationRow]) -> "Curve":
-        """The curve of these iterations."""
+        """Return the curve of these iterations."""
         done = [row for row in rows if row.status == "done"]
         return cls(
             run,
@@ -45,7 +45,7 @@ class Curve:
         return len(self.iterations)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Columns `reward` and `eval`, by iteration."""
+        """Return columns `reward` and `eval`, by iteration."""
         import pandas
 
         values = {"reward": self.rewards, "eval": self.evals}

@@ -20,7 +20,7 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """What a run's config calls the dataset: a name, or a file that is written for it; None for a Dataset value.
+    """Return what a run's config calls the dataset: a name, or a file that is written for it; None for a Dataset value.
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, a DataFrame.
@@ -44,7 +44,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
 
 def has_references(file: Path) -> bool:
-    """Whether one of the rows that were written has an answer to be judged by."""
+    """Return whether one of the rows that were written has an answer to be judged by."""
     with file.open(encoding="utf-8") as lines:
         return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
 
@@ -107,7 +107,7 @@ def _line(number: int, row: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """The value as JSON, in which NaN has no place.
+    """Return the value as JSON, in which NaN has no place.
 
     Raises:
         TypeError, ValueError, RecursionError: it is none.
@@ -118,7 +118,7 @@ def written(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value of numpy, pandas or the like as one of JSON's.
+    """Return a value of numpy, pandas or the like as one of JSON's.
 
     Raises:
         TypeError: it is none.

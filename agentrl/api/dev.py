@@ -74,7 +74,7 @@ class Trial:
     _shown: list[str] = field(default_factory=list)
 
     def run(self) -> list[Episode]:
-        """An episode of each task, printed as it comes; an agent's error ends its episode and no other.
+        """Return an episode of each task, printed as it comes; an agent's error ends its episode and no other.
 
         Raises:
             AgentRLError: there is no such dataset or model, or a reward raised.
@@ -160,7 +160,7 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """What `Trainer.dev` does, of the config's keys and of objects or their paths.
+    """Return what `Trainer.dev` does, of the config's keys and of objects or their paths.
 
     Raises:
         AgentRLError: as `Trial.run`; or a path leads to nothing.

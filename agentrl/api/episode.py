@@ -88,12 +88,12 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
     """Episodes as their rows; `store.episode(row.id)` is a whole one."""
 
     def __init__(self, db: Reader, chosen: episode_rows.EpisodeFilter) -> None:
-        """Takes the store and which of its episodes."""
+        """Take the store and which of its episodes."""
         super().__init__(EpisodeRow, lambda paging: episode_rows.list_episodes(db, chosen, paging), lambda row: row)
         object.__setattr__(self, "_db", db)
 
     def to_dataset(self, messages: bool = True) -> "datasets.Dataset":
-        """All of them as a dataset, each with the `messages` that led to its last turn: for training elsewhere, say."""
+        """Return all of them as a dataset, each with the `messages` that led to its last turn: for training elsewhere, say."""
         import datasets
         import pyarrow
 
@@ -116,7 +116,7 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
 
 
 def find(db: Reader, number: int) -> StoredEpisode:
-    """The episode of that number.
+    """Return the episode of that number.
 
     Raises:
         NotFoundError: there is none.
@@ -130,7 +130,7 @@ def find(db: Reader, number: int) -> StoredEpisode:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat API writes them: the arguments of calls as a text of JSON."""
+    """Return messages as the chat API writes them: the arguments of calls as a text of JSON."""
     found = []
     for message in messages:
         row = message_row(message)

@@ -25,7 +25,7 @@ FORBIDDEN = "Put it into a module on the workers' PYTHONPATH, and pass 'module:n
 
 
 def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
-    """Where workers find the object; a text is taken as the path that it is.
+    """Return where workers find the object; a text is taken as the path that it is.
 
     Args:
         value: a function, a class, or an object of either.
@@ -65,7 +65,8 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
 
 
 def path_here(value: Any, name: str, where: Settings) -> str:
-    """Where this process finds this very object, which is kept; other processes find its source there, if that can be had.
+    """Return where this process finds this very object, which is kept; other processes find its source there, if that can be
+    had.
 
     Args:
         value, name, where: as in `path_of`.

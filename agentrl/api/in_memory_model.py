@@ -26,14 +26,14 @@ class GRPO:
     NAME: ClassVar[str] = "grpo"
 
     def __init__(self, model: Any = None, tokenizer: Any = None, **options: Any) -> None:
-        """Checks them; nothing is saved yet."""
+        """Check them; nothing is saved yet."""
         if model is not None and not isinstance(model, str | Path):
             _check(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer
         self._keys = keys_of(options)
 
     def keys(self, where: Settings) -> dict[str, Any]:
-        """The keys of the config that say it, after the model was saved where it was not yet.
+        """Return the keys of the config that say it, after the model was saved where it was not yet.
 
         Raises:
             ModelError: it cannot be saved.
@@ -55,7 +55,7 @@ class PPO(GRPO):
 
 
 def saved(model: Any, tokenizer: Any, models: Path) -> Path:
-    """The folder with that model and tokenizer; written where it is not there yet.
+    """Return the folder with that model and tokenizer; written where it is not there yet.
 
     Args:
         models: where it lies, under a name of its content's hash.

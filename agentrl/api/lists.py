@@ -41,16 +41,16 @@ class Rows(Generic[R, V]):
         return map(self.value, self.rows())
 
     def rows(self) -> Iterator[R]:
-        """The rows themselves: mappings of column to value."""
+        """Yield the rows themselves: mappings of column to value."""
         for page in self._pages():
             yield from page
 
     def head(self, count: int = SHOWN) -> list[V]:
-        """The first ones."""
+        """Return the first ones."""
         return list(islice(self, count))
 
     def to_arrow(self) -> "pyarrow.Table":
-        """All of them, with a column's type that does not depend on what is in it; documents are JSON."""
+        """Return all of them, with a column's type that does not depend on what is in it; documents are JSON."""
         import pyarrow
 
         schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in columns_of(self.kind).items()])
@@ -60,7 +60,7 @@ class Rows(Generic[R, V]):
         return pyarrow.Table.from_batches(batches, schema)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """All of them; whole numbers that may be missing are pandas' `Int64`."""
+        """Return all of them; whole numbers that may be missing are pandas' `Int64`."""
         import pandas
 
         table = self.to_arrow()
@@ -71,7 +71,7 @@ class Rows(Generic[R, V]):
         return frame
 
     def to_dataset(self) -> "datasets.Dataset":
-        """All of them as a dataset of the `datasets` library."""
+        """Return all of them as a dataset of the `datasets` library."""
         import datasets
 
         return datasets.Dataset(self.to_arrow())
@@ -117,7 +117,7 @@ class Table:
 
 
 def columns_of(kind: type[ViewRow]) -> dict[str, Any]:
-    """The columns of a kind of rows with their types."""
+    """Return the columns of a kind of rows with their types."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}  # type: ignore[arg-type]
 

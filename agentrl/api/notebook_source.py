@@ -30,7 +30,7 @@ class Captured:
     """The text of a module, made of what it is asked to hold."""
 
     def __init__(self, importable: "Importable") -> None:
-        """Takes whether another process finds a module of a name."""
+        """Take whether another process finds a module of a name."""
         self._importable = importable
         self._imports: dict[str, str] = {}
         self._constants: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Captured:
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
     def add(self, name: str, value: Any, who: str = "") -> None:
-        """Takes the value along under that name, which `who` reads.
+        """Take the value along under that name, which `who` reads.
 
         Raises:
             ConfigError: it cannot be taken along.
@@ -69,7 +69,7 @@ class Captured:
             raise ConfigError(said, f"Create it inside {who!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
-        """Takes an object along: its class, and what it holds, if that is constants.
+        """Take an object along: its class, and what it holds, if that is constants.
 
         Raises:
             ConfigError: it holds something else.
@@ -156,11 +156,11 @@ class Importable:
     """Whether another process of this machine finds a module of that name."""
 
     def __init__(self, places: Iterable[str]) -> None:
-        """Takes the folders in which it looks."""
+        """Take the folders in which it looks."""
         self._places = set(places)
 
     def __call__(self, module: str) -> bool:
-        """Whether it does."""
+        """Return whether it does."""
         top = module.partition(".")[0]
         if top in sys.builtin_module_names or top in sys.stdlib_module_names:
             return top != MAIN
@@ -172,7 +172,7 @@ class Importable:
 
 
 def literal(value: Any) -> str | None:
-    """The value as an expression of constants; None if it is none."""
+    """Return the value as an expression of constants; None if it is none."""
     try:
         text = repr(value)
         if len(text) > MAX_LITERAL or type(value).__module__ != "builtins":

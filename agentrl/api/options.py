@@ -13,7 +13,7 @@ from agentrl.workflow.resolve import OTHER_NAMES, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as keys of the config.
+    """Return options as keys of the config.
 
     Raises:
         ConfigError: there is no such option, with the nearest; or its value is nothing that a config can hold.
@@ -43,7 +43,7 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_file(config: Any) -> dict[str, Any]:
-    """The keys of a config file; none where there is none.
+    """Return the keys of a config file; none where there is none.
 
     Raises:
         ConfigError: it is not a regular file's name, or the file cannot be read.

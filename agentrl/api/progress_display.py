@@ -11,23 +11,23 @@ class Live:
     """Shows what is said of a run."""
 
     def __init__(self, run: Run) -> None:
-        """Takes the run whose curve a notebook draws."""
+        """Take the run whose curve a notebook draws."""
         self._run = run
         self._drawn: Any = None
 
     def __enter__(self) -> Self:
-        """Begins the drawing, in a notebook."""
+        """Begin the drawing, in a notebook."""
         if _is_notebook():
             display = import_module("IPython.display").display
             self._drawn = display(self._run.curve(), display_id=True)
         return self
 
     def __exit__(self, *ending: object) -> None:
-        """Draws the whole."""
+        """Draw the whole."""
         self._draw()
 
     def show(self, line: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         print(line, flush=True)
         self._draw()
 

@@ -30,7 +30,7 @@ class Run:
     """A run of a store. What is read of it is as it is now: a run that goes on has more each time."""
 
     def __init__(self, db: Reader, row: RunRow) -> None:
-        """Takes the store and the run's row."""
+        """Take the store and the run's row."""
         self._db = db
         self.name = row.run
         self.id = row.id
@@ -57,11 +57,12 @@ class Run:
         return found
 
     def curve(self) -> Curve:
-        """Its mean rewards over the iterations that have ended."""
+        """Return its mean rewards over the iterations that have ended."""
         return Curve.of(self.name, list(self.iterations().rows()))
 
     def episodes(self, **chosen: Any) -> Episodes:
-        """Its episodes, of which a filter may choose: `EpisodeFilter` has its fields (`status`, `task`, `min_reward`, ...).
+        """Return its episodes, of which a filter may choose: `EpisodeFilter` has its fields (`status`, `task`, `min_reward`,
+        ...).
 
         Raises:
             ConfigError: there is no such filter.
@@ -69,7 +70,7 @@ class Run:
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """One whole episode; any number of the store's.
+        """Return one whole episode; any number of the store's.
 
         Raises:
             NotFoundError: there is none.
@@ -77,27 +78,27 @@ class Run:
         return episode.find(self._db, number)
 
     def iterations(self, **chosen: Any) -> Rows[IterationRow, IterationRow]:
-        """Its iterations, with the numbers of their updates."""
+        """Return its iterations, with the numbers of their updates."""
         return _rows(IterationRow, self._db, iteration_rows.list_iterations, IterationFilter, self.name, chosen)
 
     def updates(self, **chosen: Any) -> Rows[UpdateRow, UpdateRow]:
-        """Its optimizer steps."""
+        """Return its optimizer steps."""
         return _rows(UpdateRow, self._db, iteration_rows.list_updates, UpdateFilter, self.name, chosen)
 
     def groups(self, **chosen: Any) -> Rows[GroupRow, GroupRow]:
-        """Its groups: the episodes of one task in one iteration."""
+        """Return its groups: the episodes of one task in one iteration."""
         return _rows(GroupRow, self._db, group_rows.list_groups, GroupFilter, self.name, chosen)
 
     def events(self, **chosen: Any) -> Rows[EventRow, EventRow]:
-        """What happened to it."""
+        """Return what happened to it."""
         return _rows(EventRow, self._db, event_rows.list_events, EventFilter, self.name, chosen)
 
     def prompts(self, **chosen: Any) -> Rows[ResourceRow, ResourceRow]:
-        """The versions of the texts that it works with: how they came about, and what they earned."""
+        """Return the versions of the texts that it works with: how they came about, and what they earned."""
         return _rows(ResourceRow, self._db, resource_rows.list_resources, ResourceFilter, self.name, chosen)
 
     def critic_calls(self) -> Rows[CriticCallRow, CriticCallRow]:
-        """What its search asked a critic, and was answered."""
+        """Return what its search asked a critic, and was answered."""
         return _rows(CriticCallRow, self._db, resource_rows.list_critic_calls, CriticCallFilter, self.name, {})
 
     @property
@@ -107,7 +108,7 @@ class Run:
         return {**self.config.get("resources", {}), **best}
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
-        """Its evaluations of its own policies."""
+        """Return its evaluations of its own policies."""
         chosen = EvalFilter(measures=self.name)
         return Rows(EvalRow, lambda paging: eval_results.list_evals(self._db, chosen, paging), lambda row: row)
 
@@ -126,7 +127,7 @@ class Run:
         return self._policy(None)
 
     def policy(self, version: int | str) -> "StoredPolicy":
-        """The policy of a version: 3, "best", "epoch2".
+        """Return the policy of a version: 3, "best", "epoch2".
 
         Raises:
             NotFoundError: there is none.
@@ -166,14 +167,14 @@ class StoredPolicy:
         return self.ref.version
 
     def open(self, **limits: Any) -> "OpenPolicy":
-        """Loads it, to generate, stream or forward with; close it afterwards. `limits` as `rollout` has them."""
+        """Load it, to generate, stream or forward with; close it afterwards. `limits` as `rollout` has them."""
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.inference.open_policy import open_policy
 
         return open_policy(Experiment.load(run_names.find_run(self._db, self.run)["config"]).config, self.ref, **limits)
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
-        """Samples one turn that answers the messages: a text of a user, or messages as the chat API writes them.
+        """Sample one turn that answers the messages: a text of a user, or messages as the chat API writes them.
 
         Args:
             limits: `max_new_tokens`, `temperature` and the like, for this turn.
@@ -183,7 +184,7 @@ class StoredPolicy:
         return self._opened.generate(asked, **limits).message
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Makes a model folder of it that needs nothing else: the base and what was trained on it in one.
+        """Make a model folder of it that needs nothing else: the base and what was trained on it in one.
 
         Raises:
             ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
@@ -201,14 +202,14 @@ class StoredPolicy:
         return target
 
     def close(self) -> None:
-        """Unloads it."""
+        """Unload it."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
 
 def message_of(given: "Message | Mapping[str, Any]") -> Message:
-    """A message as the chat API writes it.
+    """Return a message as the chat API writes it.
 
     Raises:
         ConfigError: it has no role or no text.
@@ -223,7 +224,7 @@ def message_of(given: "Message | Mapping[str, Any]") -> Message:
 
 
 def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
-    """The filter with these fields.
+    """Return the filter with these fields.
 
     Raises:
         ConfigError: it has no such field.

@@ -103,7 +103,7 @@ class Trainer:
 
     @classmethod
     def attach(cls, run: "str | int | Run", store: "str | Path | Store | InMemoryStore | None" = None, **more: Any) -> Self:
-        """A Trainer of a run that is stored already: `fit()` sets it going again where it has stopped, and follows it.
+        """Return a Trainer of a run that is stored already: `fit()` sets it going again where it has stopped, and follows it.
 
         Args:
             more: `strategy` and `n_runners`, as ever.
@@ -126,7 +126,7 @@ class Trainer:
         wait: bool = True,
         **options: Unpack[RunOptions],
     ) -> Run:
-        """Trains to the end, and returns the run.
+        """Train to the end, and return the run.
 
         Ctrl-C pauses the run, which loses nothing: `Trainer.attach(name).fit()` goes on.
 
@@ -162,7 +162,7 @@ class Trainer:
         return at_work(self._place, self._variables)
 
     def dev(self, agent: Any = None, train_dataset: Any = None, **options: Unpack[RunOptions]) -> "list[Episode]":
-        """Tries the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
+        """Try the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
 
         A debugger works, and functions are called as they are. No row is kept.
 
@@ -191,7 +191,7 @@ class Trainer:
     def config(
         self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Unpack[RunOptions]
     ) -> dict[str, Any]:
-        """The keys that `fit` submits, with names in place of objects: what a config file of the same run says.
+        """Return the keys that `fit` submits, with names in place of objects: what a config file of the same run says.
 
         Raises:
             ConfigError, DatasetError: as `fit`.

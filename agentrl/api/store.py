@@ -23,7 +23,7 @@ class Store:
     """A store's runs and episodes, for reading: nothing of it is changed."""
 
     def __init__(self, where: Settings) -> None:
-        """Takes the settings that name its database."""
+        """Take the settings that name its database."""
         self._settings = where
         self._db = Reader(where.database, self._open_whole)
 
@@ -33,7 +33,7 @@ class Store:
         return self._settings.database
 
     def runs(self, **chosen: Any) -> Rows[RunRow, Run]:
-        """Its runs, the newest first; a filter may choose (`status`, `kind`, `dataset`, `model`, `text` in the name).
+        """Return its runs, the newest first; a filter may choose (`status`, `kind`, `dataset`, `model`, `text` in the name).
 
         Raises:
             ConfigError: there is no such filter.
@@ -42,7 +42,7 @@ class Store:
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, asked, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
-        """A run by its name or number; without one the newest.
+        """Return a run by its name or number; without one the newest.
 
         Raises:
             NotFoundError: there is none.
@@ -53,11 +53,11 @@ class Store:
         return Run(self._db, run_rows.describe_run(self._db, found))
 
     def episodes(self, run: "str | int | None" = None, **chosen: Any) -> Episodes:
-        """The episodes of a run, by default of the newest, of which a filter may choose (see `Run.episodes`)."""
+        """Return the episodes of a run, by default of the newest, of which a filter may choose (see `Run.episodes`)."""
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.run(run).name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """One whole episode.
+        """Return one whole episode.
 
         Raises:
             NotFoundError: there is none.
@@ -65,7 +65,7 @@ class Store:
         return episode.find(self._db, number)
 
     def sql(self, query: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
-        """The answer to one SELECT over the views (`agentrl sql --schema` explains them) and tables.
+        """Return the answer to one SELECT over the views (`agentrl sql --schema` explains them) and tables.
 
         Raises:
             AccessDenied: it is anything else, or takes longer than `seconds`.
@@ -87,7 +87,7 @@ class Store:
 
 
 def open_store(place: "str | PathLike[str] | None" = None) -> Store:
-    """Opens a store for reading.
+    """Open a store for reading.
 
     Args:
         place: a data folder, a SQLite file, or the URL of a database (`sqlite:///runs.db`, `postgresql://...`), or an

@@ -23,7 +23,7 @@ class InMemoryStore:
     """A store that is gone with this process: for trying things. Its models are those of the data folder here."""
 
     def __init__(self) -> None:
-        """Makes its folder, which is removed when this process ends, after the workers in it were stopped."""
+        """Make its folder, which is removed when this process ends, after the workers in it were stopped."""
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
         atexit.register(self.close)
         models = settings().models_dir
@@ -31,11 +31,11 @@ class InMemoryStore:
         (self.folder / "models").symlink_to(models)
 
     def __fspath__(self) -> str:
-        """Its folder, for `agentrl.open`."""
+        """Return its folder, for `agentrl.open`."""
         return str(self.folder)
 
     def close(self) -> None:
-        """Stops its workers and removes it; repeatable."""
+        """Stop its workers and remove it; repeatable."""
         if self.folder.exists():
             atexit.unregister(self.close)
             if (self.folder / "stack").exists():
@@ -60,7 +60,7 @@ class StoreLocation:
 
     @classmethod
     def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
-        """The place that a person means: a folder, a SQLite file, a URL, a store; None: where the commands' runs are.
+        """Return the place that a person means: a folder, a SQLite file, a URL, a store; None: where the commands' runs are.
 
         Raises:
             ConfigError: it is none of these.
@@ -86,12 +86,12 @@ class StoreLocation:
         return Settings.model_validate(settings().model_dump() | given)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of a process there."""
+        """Return the environment of a process there."""
         left_out = {name for name, value in self.variables.items() if not value}
         return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if name not in left_out}
 
     def open(self) -> Store:
-        """Its store, for reading.
+        """Return its store, for reading.
 
         Raises:
             NotFoundError: nothing is stored there yet.

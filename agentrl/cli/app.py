@@ -51,7 +51,7 @@ def start(
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code.
+    """Run one command line and return its exit code.
 
     Raises:
         BrokenPipeError: the reader of the output has closed it.

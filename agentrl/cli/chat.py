@@ -48,7 +48,7 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """The conversation; waits for it, behind a spinner, if it is not loaded yet.
+        """Return the conversation; waits for it, behind a spinner, if it is not loaded yet.
 
         Raises:
             AgentRLError: loading failed.
@@ -62,7 +62,7 @@ class Loading:
         return self._made.done() and self._made.exception() is not None
 
     def close(self) -> None:
-        """Ends the conversation, if it was loaded."""
+        """End the conversation, if it was loaded."""
         if self._made.done() and not self.has_failed:
             self._made.result().close()
 
@@ -82,7 +82,7 @@ def chat_in_pipe(talk: "Talk") -> None:
 
 
 def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
-    """Reads messages and answers them until ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
+    """Read messages and answer them until ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
     keyboard = Keyboard(History(home / "chat_history"))
     say(greeting)
     while True:

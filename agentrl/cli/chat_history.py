@@ -31,7 +31,7 @@ class History:
         self._kept = True
 
     def read(self) -> list[str]:
-        """The newest messages, oldest first; if the file is not ours, says so and keeps nothing from then on."""
+        """Return the newest messages, oldest first; if the file is not ours, says so and keeps nothing from then on."""
         try:
             found = self._read_entries()
         except FileNotFoundError:
@@ -42,7 +42,7 @@ class History:
         return found[-MAX_MESSAGES:]
 
     def add(self, message: str) -> None:
-        """Adds a message."""
+        """Add a message."""
         if not self._kept or len(message) > MAX_MESSAGE_CHARS:
             return
         try:

@@ -85,7 +85,7 @@ class Command(TyperCommand):
     """A command whose help lists the options of each group (`rich_help_panel`) after those without a group."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then each group of options."""
+        """Write the arguments, then each group of options."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -103,7 +103,7 @@ class LazyCommands(Mapping[str, Any]):
     """The commands by name; each is imported at first access."""
 
     def __getitem__(self, name: str) -> Any:
-        """The command.
+        """Return the command.
 
         Raises:
             KeyError: there is no command of that name.
@@ -122,16 +122,16 @@ class LazyCommands(Mapping[str, Any]):
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
 
     def __iter__(self) -> Iterator[str]:
-        """The names, in the order of the groups."""
+        """Yield the names, in the order of the groups."""
         return iter(COMMANDS)
 
     def __len__(self) -> int:
-        """The number of commands."""
+        """Return the number of commands."""
         return len(COMMANDS)
 
 
 def with_hyphens(word: str) -> str:
-    """The word with `-` for `_`: options and commands may be spelled with either."""
+    """Return the word with `-` for `_`: options and commands may be spelled with either."""
     return word.replace("_", "-")
 
 
@@ -139,35 +139,35 @@ class Commands(TyperGroup):
     """`agentrl` itself: its help and completion use the list above and import no command."""
 
     def __init__(self, **attributes: Any) -> None:
-        """Takes all commands of the list."""
+        """Take all commands of the list."""
         super().__init__(**attributes | {"commands": LazyCommands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the commands."""
+        """Return the names of the commands."""
         return list(COMMANDS)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Writes the purpose, and the first commands to type."""
+        """Write the purpose, and the first commands to type."""
         super().format_help_text(ctx, formatter)
         with formatter.section("Examples"):
             formatter.write_dl(EXAMPLES, col_max=44)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes a section for each group, with a whole line for each command."""
+        """Write a section for each group, with a whole line for each command."""
         longest = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(longest), entry.line) for name, entry in group.items()])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the commands before the options, for they are what a person looks for."""
+        """Write the commands before the options, for they are what a person looks for."""
         self.format_commands(ctx, formatter)
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The commands and global options that begin with the incomplete word."""
+        """Return the commands and global options that begin with the incomplete word."""
         from typer._click.shell_completion import CompletionItem
 
         begun = [CompletionItem(name, help=entry.line) for name, entry in COMMANDS.items() if name.startswith(incomplete)]

@@ -22,7 +22,7 @@ MAX_CHOICES = 100
 
 
 def complete(command: Callable[..., Any]) -> None:
-    """Sets the completion of each parameter of a command."""
+    """Set the completion of each parameter of a command."""
     for name, parameter in signature(command, eval_str=True).parameters.items():
         for told in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(told, ParameterInfo) and name in CHOICES:

@@ -21,29 +21,29 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def say(text: str) -> None:
-    """Prints a remark on stderr."""
+    """Print a remark on stderr."""
     print(clean(text), file=sys.stderr)
 
 
 def show(text: str) -> None:
-    """Prints a line of data on stdout and flushes it."""
+    """Print a line of data on stdout and flushe it."""
     print(clean(text), flush=True)
 
 
 def show_json(value: Any) -> None:
-    """Prints one JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints comma-separated values on stdout, a header first."""
+    """Print comma-separated values on stdout, a header first."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(clean, columns))
     writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints a table on stdout; a narrow terminal wraps its lines, and nothing is left out."""
+    """Print a table on stdout; a narrow terminal wraps its lines, and nothing is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
@@ -55,7 +55,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Prints a table of these columns of the rows, without empty columns.
+    """Print a table of these columns of the rows, without empty columns.
 
     Args:
         columns: the keys; each may have a short name after a `=`: `sampled_tokens=tokens`.
@@ -107,7 +107,7 @@ def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[s
 
 
 def show_lines(lines: Iterable[Line]) -> None:
-    """Prints texts on stdout, with their styles on a terminal."""
+    """Print texts on stdout, with their styles on a terminal."""
     if not sys.stdout.isatty():
         for text, _ in lines:
             print(clean(text))
@@ -127,13 +127,13 @@ def console(stderr: bool = False) -> Any:
 
 
 def format_interval(found: Mapping[str, Any]) -> str:
-    """`95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
+    """Return `95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
     whose = f"{found['interval_by']} " if found["interval_by"] else ""
     return f"95% {whose}[{cell(found['low'])}, {cell(found['high'])}]"
 
 
 def format_decimals(value: float) -> str:
-    """A number of a curve with three decimals, or as `cell` writes it if it has five digits or more."""
+    """Return a number of a curve with three decimals, or as `cell` writes it if it has five digits or more."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
 
@@ -156,7 +156,7 @@ def _is_number(text: str) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """`75 s`, `12 min`, `3.4 h`."""
+    """Return `75 s`, `12 min`, `3.4 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -21,7 +21,8 @@ FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_imp
 
 
 def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
-    """The config and the weights that `model.path` means if it names a run's policy; else the unchanged config, and None.
+    """Return the config and the weights that `model.path` means if it names a run's policy; else the unchanged config, and
+    None.
 
     Raises:
         NotFoundError: there is no such run or version.
@@ -46,7 +47,8 @@ def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCon
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """The request with its origin, run and version, in the manifest's `from`; starts from the merged weights if it `merges`.
+    """Return the request with its origin, run and version, in the manifest's `from`; starts from the merged weights if it
+    `merges`.
 
     Raises:
         ModelError, CheckpointError: the weights cannot be merged.
@@ -62,7 +64,7 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
 
 
 def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
-    """The policy merged into a model among agentrl's own, `RUN-vN`; made unless it is there already.
+    """Return the policy merged into a model among agentrl's own, `RUN-vN`; made unless it is there already.
 
     Raises:
         ConflictError: another model is there.

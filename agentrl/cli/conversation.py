@@ -41,7 +41,7 @@ class Talk:
     """
 
     def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
-        """Begins a conversation; without `tools`, with those of the env."""
+        """Begin a conversation; without `tools`, with those of the env."""
         self.policy = policy
         self.env = env
         self.tools = env.toolset() if tools is None else tools
@@ -54,7 +54,7 @@ class Talk:
         self._notebook = Notebook()
 
     def close(self) -> None:
-        """Ends the sampler and the tools' sessions."""
+        """End the sampler and the tools' sessions."""
         self.policy.close()
         self._notebook.close()
 
@@ -64,19 +64,19 @@ class Talk:
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """Offers all tools but these from now on; the conversation is rendered anew, as the template lists the tools first."""
+        """Offer all tools but these from now on; the conversation is rendered anew, as the template lists the tools first."""
         self.off = off
         self._row = ()
         self._draws += 1
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Begin anew."""
         self.steps = self._row = self._unheard = ()
         self._draws += 1
         self._forget_names()
 
     def take_back(self) -> None:
-        """Forgets the last question and its answer; the same question then draws another answer."""
+        """Forget the last question and its answer; the same question then draws another answer."""
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
@@ -110,7 +110,7 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """The conversation as a demonstration.
+        """Return the conversation as a demonstration.
 
         Raises:
             StateError: there is no answer yet, or an answer was cut.

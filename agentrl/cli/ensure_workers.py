@@ -29,7 +29,7 @@ RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 
 
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
-    """Starts the services, writes the run and sends its first work; returns the run, and remarks on its workers.
+    """Start the services, write the run and send its first work; return the run, and remarks on its workers.
 
     A run that no worker can run is stored as failed before it began, with the reason: `resume` sets it going.
 
@@ -57,12 +57,12 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """The error with `resume` as its hint, for a stored run; `options`: those of `resume` that were typed."""
+    """Return the error with `resume` as its hint, for a stored run; `options`: those of `resume` that were typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(wanted: "Submission", required: bool) -> list[str]:
-    """Starts the embedded stack, or checks the broker of the settings; returns remarks on the workers.
+    """Start the embedded stack, or check the broker of the settings; returns remarks on the workers.
 
     Args:
         wanted: the submission.
@@ -81,7 +81,7 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
 
 
 def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
-    """Does what `start_services` does, for a run that is stored already.
+    """Do what `start_services` does, for a run that is stored already.
 
     Args:
         run: the run's name.
@@ -130,7 +130,7 @@ def _start_embedded(asked: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Refuses workers that both roll out and train, if these must be processes of their own.
+    """Refuse workers that both roll out and train, if these must be processes of their own.
 
     Raises:
         ConfigError: there is such a worker; the hint says what to type.
@@ -268,7 +268,7 @@ def _join_lines(first: str, rest: Sequence[str]) -> str:
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Starts the services, writes the run, and follows it if asked to. Only a detached run may wait for later workers."""
+    """Start the services, write the run, and follow it if asked to. Only a detached run may wait for later workers."""
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 

@@ -42,7 +42,7 @@ class _Candidate:
 
 
 def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> Pair:
-    """The most alike pair: by tasks, rewards, sampling, then by not being another run's; among equals the newest.
+    """Return the most alike pair: by tasks, rewards, sampling, then by not being another run's; among equals the newest.
 
     Args:
         first, second: an evaluation, or a policy as `find_policy` takes it.

@@ -37,7 +37,9 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """The evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same weights."""
+    """Return the evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same
+    weights.
+    """
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 
@@ -54,7 +56,7 @@ def eval_run_of(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
-    """The config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
+    """Return the config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
 
     Options that `rollout`, `agent` and `rewards` lack, or give as None, are the run's. `trust`: the model's own code may run.
     """

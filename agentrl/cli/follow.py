@@ -45,7 +45,7 @@ RESUME_HINT = "After fixing that"
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follows a run as `watch` does, with everything on stderr, for `--wait`.
+    """Follow a run as `watch` does, with everything on stderr, for `--wait`.
 
     Raises:
         typer.Exit: with 1, unless the run ends as done.
@@ -58,7 +58,7 @@ def follow_to_end(db: Any, run: str) -> None:
 
 
 def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
-    """The run's state now; reads only iterations that `before` lacks."""
+    """Return the run's state now; reads only iterations that `before` lacks."""
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
@@ -127,7 +127,7 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Shows the run until it is done, paused, failed or cancelled. Ctrl-C prints how to stop it, and exits with 130."""
+    """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints how to stop it, and exits with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
@@ -219,7 +219,7 @@ class _Live:
 
 
 def progress_line(view: RunView) -> str:
-    """One line on the open iterations."""
+    """Return one line on the open iterations."""
     now = view.progress
     which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
     counted = f"{now['finished']} of {now['episodes']} episodes ended, {now['sampled_tokens']:,} tokens sampled"
@@ -227,7 +227,7 @@ def progress_line(view: RunView) -> str:
 
 
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:
-    """One line on a finished iteration and its seconds."""
+    """Return one line on a finished iteration and its seconds."""
     if row["status"] == "cancelled":
         return f"iteration {row['iteration']}/{iterations}  cancelled"
     parts = [
@@ -247,7 +247,7 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
 
 
 def eval_line(row: Row, best: int | None) -> str:
-    """One line on a measured version."""
+    """Return one line on a measured version."""
     head = f"held out  version {row['policy_version']}"
     if row["mean_reward"] is None:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
@@ -256,7 +256,7 @@ def eval_line(row: Row, best: int | None) -> str:
 
 
 def summary(view: RunView) -> list[Line]:
-    """Lines on the run's course, and the commands to look closer."""
+    """Return lines on the run's course, and the commands to look closer."""
     run, name = view.run, view.run["run"]
     lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
@@ -290,7 +290,7 @@ def summary(view: RunView) -> list[Line]:
 
 
 def trained_on_query(run: str) -> str:
-    """The command that lists the stored episodes of a run that samples none of its own."""
+    """Return the command that lists the stored episodes of a run that samples none of its own."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
@@ -318,7 +318,7 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
+    """Return whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import leases
@@ -344,7 +344,7 @@ def _no_control_loop_hint(run: str) -> str:
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """What a search gained, on tasks that no choice has read; None where it measured nothing."""
+    """Return what a search gained, on tasks that no choice has read; None where it measured nothing."""
     from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 
@@ -354,7 +354,7 @@ def gain_of(db: Any, run: str) -> "PairedComparison | None":
 
 
 def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
-    """What a search gained, in words."""
+    """Yield what a search gained, in words."""
     if gain is None:
         return
     yield f"held out: {gain.tasks} tasks that no selection has used"

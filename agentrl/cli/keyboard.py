@@ -29,7 +29,7 @@ class Keyboard:
             self._readline.add_history(message)
 
     def message(self) -> str:
-        """Reads the next message; empty if the line is empty.
+        """Read the next message; empty if the line is empty.
 
         Raises:
             EOFError: the input ended (ctrl-D).
@@ -47,7 +47,7 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Reads a message of one line or several; `line` takes a prompt and returns the next line.
+    """Read a message of one line or several; `line` takes a prompt and return the next line.
 
     Raises:
         ConfigError: the message is too long.
@@ -70,7 +70,7 @@ def read_message(line: Callable[[str], str]) -> str:
 
 
 def replace_invalid(line: str) -> str:
-    """The line with U+FFFD for bytes that were not UTF-8."""
+    """Return the line with U+FFFD for bytes that were not UTF-8."""
     return line.encode("utf-8", "replace").decode()
 
 

@@ -12,7 +12,7 @@ STDOUT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code."""
+    """Run one command line and return its exit code."""
     try:
         from agentrl.cli.app import run  # takes a third of a second, in which Ctrl-C must work too
 

@@ -96,7 +96,7 @@ class OutputPlace:
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, made: str) -> Path:
-        """The model's folder; without --name and --output-dir its name is `made`."""
+        """Return the model's folder; without --name and --output-dir its name is `made`."""
         if self.output_dir and self.name:
             raise ConfigError("--name and --output-dir exclude each other: both set the model's folder.", "Leave one out.")
         target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, made)
@@ -119,7 +119,7 @@ def _named_folder(asked: str | None, made: str) -> Path:
 def recipe_options(
     steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
-    """The recipe's options that were given."""
+    """Return the recipe's options that were given."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
     wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
@@ -129,7 +129,7 @@ def recipe_options(
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
-    """Raises ConfigError, with their names, if any of the options were given."""
+    """Raise ConfigError, with their names, if any of the options were given."""
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{', '.join(given)}: {why}", hint)
@@ -158,21 +158,21 @@ class StoredEpisodes:
         return Start(made.model, self.found.start, made.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, asked: Mapping[str, Any]) -> "Recipe":
-        """The recipe for this many passes, at the run's learning rate unless another was asked for."""
+        """Return the recipe for this many passes, at the run's learning rate unless another was asked for."""
         from agentrl.workflow.training.offline_training import recipe_for
 
         rate = self.found.config.update.learning_rate
         return replace(recipe_for(examples, passes, rate, asked.get("batch_size")), **asked)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
-        """The chosen episodes with their tokens."""
+        """Return the chosen episodes with their tokens."""
         from agentrl.workflow.store import offline_data
 
         return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
-    """The stored episodes of these runs, from groups with at least `least` done episodes."""
+    """Return the stored episodes of these runs, from groups with at least `least` done episodes."""
     from agentrl.workers.requests.stored_groups import load_stored_groups
     from agentrl.workflow.store import offline_data
 
@@ -190,7 +190,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
 
 
 def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
-    """Trains with this machine's settings and shows the progress; makes the parent folder of the model first."""
+    """Train with this machine's settings and show the progress; make the parent folder of the model first."""
     from agentrl.workflow.settings import settings
 
     try:
@@ -208,21 +208,21 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
 
 
 def model_name(target: Path) -> str:
-    """The model's name for commands: its path if it is not among agentrl's own models."""
+    """Return the model's name for commands: its path if it is not among agentrl's own models."""
     from agentrl.workflow.settings import settings
 
     return target.name if target.parent == settings().models_dir else str(target)
 
 
 def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
-    """Prints commands that use the new model."""
+    """Print commands that use the new model."""
     dataset = stored.found.config.dataset.name
     say(f"Evaluate it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
     say(f"Train it: agentrl submit --dataset {dataset} --model {model_name(target)}")
 
 
 def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
-    """Prints the new model, and what it learned from."""
+    """Print the new model, and what it learned from."""
     left_out = "".join(f"; left out {count}: {why}" for why, count in made.left_out.items())
     say(f"Learned from {learned}{left_out}.")
     if not as_json:
@@ -253,14 +253,14 @@ class Progress:
             self._bar.stop()
 
     def begins(self, parameters: object, steps: int, done: int) -> None:
-        """Says what trains and at which step it resumes; starts the clock."""
+        """Say what trains and at which step it resumes; start the clock."""
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:
             say(f"resuming at step {done} of {steps}")
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Shows the progress."""
+        """Show the progress."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())

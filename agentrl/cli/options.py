@@ -96,6 +96,6 @@ TemplateFile = Annotated[
 
 
 def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
-    """The chosen chat options, as keys of the config."""
+    """Return the chosen chat options, as keys of the config."""
     given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
     return {key: value for key, value in given.items() if value is not None}

@@ -36,14 +36,14 @@ def _describe_roles(submission: Any) -> dict[str, str]:
 
 
 def describe_agent(agent: AgentConfig) -> str:
-    """The agent, and where it runs."""
+    """Return the agent, and where it runs."""
     if not agent.sandboxed:
         return f"{agent.name} (no sandbox)"
     return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
 
 
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
-    """The rewards with their weights; those that an agent gives itself too."""
+    """Return the rewards with their weights; those that an agent gives itself too."""
     named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*named, *own]

@@ -9,7 +9,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def buckets(values: Sequence[float], width: int) -> list[float]:
-    """The values as at most `width` means of neighbours."""
+    """Return the values as at most `width` means of neighbours."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * i // width for i in range(width + 1)]
@@ -17,7 +17,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """One block per bucket, from the lowest value to the highest."""
+    """Return one block per bucket, from the lowest value to the highest."""
     points = buckets(values, width)
     if not points:
         return ""
@@ -25,7 +25,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
-    """The curve as lines of ASCII, its highest and lowest value beside it; empty for fewer than two values."""
+    """Return the curve as lines of ASCII, its highest and lowest value beside it; empty for fewer than two values."""
     points = buckets(values, width)
     if len(points) < 2:
         return []

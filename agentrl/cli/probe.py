@@ -58,7 +58,9 @@ def _device_facts(asked: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Whether the model's chat template can be continued after a tool result, how it writes calls, and its padding token."""
+    """Return whether the model's chat template can be continued after a tool result, how it writes calls, and its padding
+    token.
+    """
     from transformers import AutoTokenizer
 
     from agentrl.workflow.chat.rendering import Chat
@@ -76,7 +78,9 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """What a plan says of the model with the config (JSON), or why it cannot be loaded; empty for a hub model not here."""
+    """Return what a plan says of the model with the config (JSON), or why it cannot be loaded; empty for a hub model not
+    here.
+    """
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.loading import check
@@ -106,7 +110,7 @@ def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
 
 
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
-    """Why the optimizer cannot run here; empty if it can."""
+    """Return why the optimizer cannot run here; empty if it can."""
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.devices import pick_device
     from agentrl.workflow.training.optimizer import check_optimizer

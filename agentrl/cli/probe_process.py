@@ -15,7 +15,7 @@ SAMPLER_SECONDS = 1800
 
 
 def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]:
-    """The facts of a query to `cli.probe`, or an `error`."""
+    """Return the facts of a query to `cli.probe`, or an `error`."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -28,7 +28,7 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
 
 
 def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Checks that a worker can load the model's files; a hub model is checked only if it is here.
+    """Check that a worker can load the model's files; a hub model is checked only if it is here.
 
     Returns:
         What a plan says of it (`models.loading.ModelFacts`), or nothing of a hub model that is not here.
@@ -40,7 +40,7 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Loads the model and samples one token with the built-in sampler; returns how the sampler runs it.
+    """Load the model and samples one token with the built-in sampler; return how the sampler runs it.
 
     Raises:
         ModelError: it cannot.
@@ -55,7 +55,7 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(name: str) -> None:
-    """Checks that an optimizer other than torch's own works on this machine.
+    """Check that an optimizer other than torch's own works on this machine.
 
     Raises:
         ConfigError: it does not.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def diff(episode: int, other: int, as_json: bool) -> int:
-    """Prints the first token at which the two part and all other differences; returns 0 if there are none, else 1."""
+    """Print the first token at which the two part and all other differences; returns 0 if there are none, else 1."""
     from agentrl.workflow.analysis.episode_diff import compare
     from agentrl.workflow.store.reads.provenance import find_origin
 

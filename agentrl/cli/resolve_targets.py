@@ -42,7 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """The named run, or else the newest one, whose name is printed.
+    """Return the named run, or else the newest one, whose name is printed.
 
     Raises:
         NotFoundError: there is no run yet.
@@ -59,7 +59,7 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """The named episode, or else the last done one, whose number is printed.
+    """Return the named episode, or else the last done one, whose number is printed.
 
     Raises:
         NotFoundError: no episode is done yet.
@@ -76,7 +76,7 @@ def pick_episode(db: Any, episode: int | None) -> int:
 
 
 def existing_database() -> Any:
-    """The database, or None if it would have to be made: a request is checked before anything is written."""
+    """Return the database, or None if it would have to be made: a request is checked before anything is written."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -86,7 +86,7 @@ def existing_database() -> Any:
 
 
 def existing_reader() -> "Reader | None":
-    """The database for reading, opened quickly; None if it would have to be made."""
+    """Return the database for reading, opened quickly; None if it would have to be made."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -102,7 +102,7 @@ def _open_database() -> Any:
 
 
 def stored_reader() -> "Reader":
-    """The database for reading, for a command that shows stored rows.
+    """Return the database for reading, for a command that shows stored rows.
 
     Raises:
         NotFoundError: there is no database yet.
@@ -111,7 +111,7 @@ def stored_reader() -> "Reader":
 
 
 def stored_database() -> Any:
-    """The database, for a command that shows or changes stored rows and so never makes one.
+    """Return the database, for a command that shows or changes stored rows and so never makes one.
 
     Raises:
         NotFoundError: there is no database yet.
@@ -127,7 +127,7 @@ def _refuse_empty() -> NoReturn:
 
 
 def first_run_hint() -> str:
-    """The commands for a first run, which work everywhere."""
+    """Return the commands for a first run, which work everywhere."""
     from agentrl.workflow.settings import settings
 
     made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
@@ -136,7 +136,7 @@ def first_run_hint() -> str:
 
 
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
-    """The run's config and the policy, from `RUN[@VERSION|@best|@epochN]` or a checkpoint folder of a run.
+    """Return the run's config and the policy, from `RUN[@VERSION|@best|@epochN]` or a checkpoint folder of a run.
 
     For a model: the default config with it, and None.
 
@@ -175,7 +175,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """The run's policy that the words mean, with the run's config and manifest.
+    """Return the run's policy that the words mean, with the run's config and manifest.
 
     Raises:
         NotFoundError: there is no such run or version.
@@ -191,7 +191,8 @@ def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mappi
 
 
 def is_stored_policy(words: str) -> bool:
-    """Whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only `RUN`.
+    """Return whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only
+    `RUN`.
 
     Raises:
         NotFoundError: they mean a checkpoint that belongs to no run here.
@@ -210,7 +211,7 @@ def is_stored_policy(words: str) -> bool:
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
-    """The database of the stored episodes, and the run's policy to start from; None for their own.
+    """Return the database of the stored episodes, and the run's policy to start from; None for their own.
 
     Raises:
         NotFoundError: there is no database yet, or no such run.
@@ -282,14 +283,14 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
-    """The result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
+    """Return the result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Checks that words which mean no run mean a model.
+    """Check that words which mean no run mean a model.
 
     Raises:
         ModelError: they do not.

@@ -16,7 +16,7 @@ Children = Mapping[int, Sequence[Relative]]
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """Prints the newest runs and their origins, each under the first run that it comes from."""
+    """Print the newest runs and their origins, each under the first run that it comes from."""
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}

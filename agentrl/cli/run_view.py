@@ -66,7 +66,7 @@ class RunView:
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """The seconds of each iteration after the end of the one before: rollouts that go on during updates count once."""
+    """Return the seconds of each iteration after the end of the one before: rollouts that go on during updates count once."""
     found, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
@@ -76,7 +76,7 @@ def iteration_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def held_out_line(view: RunView) -> str:
-    """The curve of the held-out scores, in one line."""
+    """Return the curve of the held-out scores, in one line."""
     run, scores = view.run, view.scores
     went = format_decimals(scores[0]) if len(scores) == 1 else f"{format_decimals(scores[0])} -> {format_decimals(scores[-1])}"
     best = (
@@ -88,6 +88,6 @@ def held_out_line(view: RunView) -> str:
 
 
 def iteration_numbers(now: Row) -> str:
-    """The open iterations: `iteration 3`, or `iterations 3 to 4` if rollouts go on during updates."""
+    """Return the open iterations: `iteration 3`, or `iterations 3 to 4` if rollouts go on during updates."""
     start, end = now["iteration"], now["through"]
     return f"iteration {start}" if start == end else f"iterations {start} to {end}"

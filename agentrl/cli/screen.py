@@ -65,7 +65,7 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
-    """The run in at most `height` lines of `width` characters, one of them left for the cursor."""
+    """Return the run in at most `height` lines of `width` characters, one of them left for the cursor."""
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))

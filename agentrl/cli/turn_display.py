@@ -35,7 +35,7 @@ class Voice:
         self._begun = thinks
 
     def take(self, piece: str) -> None:
-        """Shows the piece; holds back an end that may begin a mark."""
+        """Show the piece; hold back an end that may begin a mark."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
             self._write_text(self._held[: mark.start()])
@@ -47,7 +47,7 @@ class Voice:
             self._held = self._held[len(self._held) - kept :]
 
     def rest(self, message: Message) -> Iterator[Line]:
-        """The lines of the whole turn that were not shown yet."""
+        """Yield the lines of the whole turn that were not shown yet."""
         if not self._calls:
             self._write_text(self._held)
         self._end_line()
@@ -97,7 +97,7 @@ class Voice:
 
 
 def turn_lines(message: Message) -> Iterator[Line]:
-    """The lines of a whole turn."""
+    """Yield the lines of a whole turn."""
     if message.thought:
         yield f"(thinks) {message.thought}", DIM
     if message.content:
@@ -106,7 +106,7 @@ def turn_lines(message: Message) -> Iterator[Line]:
 
 
 def call_lines(message: Message) -> Iterator[Line]:
-    """The lines of a turn's calls."""
+    """Yield the lines of a turn's calls."""
     for call in message.tool_calls:
         shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
         yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"

@@ -27,7 +27,7 @@ MAX_QUOTED = 200
 
 
 def verify(episode: int, what: str, as_json: bool) -> int:
-    """Repeats the episode and prints the report; returns 0 if all that could be verified is the same, else 1.
+    """Repeat the episode and print the report; returns 0 if all that could be verified is the same, else 1.
 
     If nothing could be verified, the report says so: the JSON's `same` is null, and the exit code 0, since nothing differs.
 
@@ -298,22 +298,22 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
 
 
 def parting_lines(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
-    """Lines on where two token sequences part, one for each side after its name."""
+    """Yield lines on where two token sequences part, one for each side after its name."""
     yield f"  first: step {found.step}, {found.part} token {found.index}", "red"
     for name, token, text in zip((left, right), found.ids, found.texts, strict=True):
         yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
 
 
 def line_style(same: bool) -> str:
-    """The style of a line of the report."""
+    """Return the style of a line of the report."""
     return "" if same else "red"
 
 
 def quote(text: str) -> str:
-    """A text in quotation marks, invisible characters escaped."""
+    """Return a text in quotation marks, invisible characters escaped."""
     return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
 
 
 def full_number(value: float | str | None) -> str:
-    """A number with all its digits; an error's text in its place is unchanged."""
+    """Return a number with all its digits; an error's text in its place is unchanged."""
     return one_line(value, MAX_QUOTED) if isinstance(value, str) else cell(value) if value is None else repr(value)

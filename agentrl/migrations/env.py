@@ -9,7 +9,7 @@ from agentrl.workflow.tables.schema import metadata
 
 
 def render_item(kind: str, item: Any, autogen_context: Any) -> str | Literal[False]:
-    """A migration stands alone: our column type is written as what it is in the database."""
+    """Return a migration stands alone: our column type is written as what it is in the database."""
     return "sa.DateTime(timezone=True)" if kind == "type" and isinstance(item, Utc) else False
 
 

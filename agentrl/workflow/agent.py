@@ -47,7 +47,7 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """The action that the episode needs next.
+    """Return the action that the episode needs next.
 
     Raises:
         TypeError: the env returned something other than messages with text; errors of its own code pass through as well.
@@ -72,7 +72,7 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
 
 
 def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
-    """What the policy reads after the episode's last turn: what the env says, and where `last_turn` says so, a question.
+    """Return what the policy reads after the episode's last turn: what the env says, and where `last_turn` says so, a question.
 
     It is asked for its answer if results are the last that it reads before its last turn, or if all of them are results that it
     has read before, of the same calls.
@@ -98,7 +98,7 @@ def _generate(messages: tuple[Message, ...]) -> Generate:
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:
-    """The immediate answer to the model for a call that cannot be sent; None for a call that can."""
+    """Return the immediate answer to the model for a call that cannot be sent; None for a call that can."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     if index >= limits.max_tool_calls:

@@ -61,7 +61,7 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
-    """Reads one.
+    """Read one.
 
     Raises:
         ValueError: it is none; the message says why.
@@ -82,7 +82,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
 
 
 def check(made: Annotation) -> None:
-    """Checks what somebody made.
+    """Check what somebody made.
 
     Raises:
         ValueError: it cannot be kept; the message says why.
@@ -122,7 +122,7 @@ def _check_data(made: Annotation) -> None:
 
 
 def is_deep(value: Any, left: int) -> bool:
-    """Whether objects and lists stand within each other in more levels than are left."""
+    """Return whether objects and lists stand within each other in more levels than are left."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
@@ -134,7 +134,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float | tuple[float, ...]]:
-    """The rewards among them by name: a number, or one for each of so many steps where any was said of a step.
+    """Return the rewards among them by name: a number, or one for each of so many steps where any was said of a step.
 
     What is said again of the same replaces what was said before; what is said of the whole episode beside steps is the last
     step's. Those of steps that are not there, and those of hooks, which return theirs, do not count.

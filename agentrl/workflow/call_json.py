@@ -56,12 +56,12 @@ class _Keys:
 
 
 def duplicate_key_message(key: str) -> str:
-    """The message to the model about a key that it gave twice."""
+    """Return the message to the model about a key that it gave twice."""
     return f"the key {json.dumps(key[:100])} stands twice in one object; give it once"
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """The value of an untrusted JSON text, and why it cannot be accepted; empty if it can.
+    """Return the value of an untrusted JSON text, and why it cannot be accepted; empty if it can.
 
     Raises:
         ValueError: the text is not JSON, or is longer than a call may be.
@@ -78,7 +78,7 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def describe_json_error(value: Any) -> str:
-    """Why a decoded value cannot be accepted; empty if it can.
+    """Return why a decoded value cannot be accepted; empty if it can.
 
     Raises:
         ValueError: it cannot be written back (NaN, 1e999, half a surrogate pair), and so not stored either.
@@ -90,7 +90,7 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a place of a text, and where it ends.
+    """Return the JSON value that begins at a place of a text, and where it ends.
 
     Raises:
         Unreadable: there is no acceptable value.
@@ -112,7 +112,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """The integer of these digits.
+    """Return the integer of these digits.
 
     Raises:
         ValueError: there are too many digits.
@@ -123,7 +123,7 @@ def parse_digits(digits: str) -> int:
 
 
 def nesting(value: Any) -> int:
-    """The nesting depth of objects and arrays, counted level by level, without recursion."""
+    """Return the nesting depth of objects and arrays, counted level by level, without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -146,7 +146,7 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
 
 
 def make_call(name: object, arguments: object, end: int) -> ToolCall:
-    """The call of that name with these arguments, whose text ends there.
+    """Return the call of that name with these arguments, whose text ends there.
 
     Raises:
         Unreadable: they do not make a call.
@@ -160,12 +160,12 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
 
 
 def unreadable_call(why: str) -> ToolCall:
-    """A call that could not be read, with the reason for the model."""
+    """Return a call that could not be read, with the reason for the model."""
     return ToolCall("", {}, error=why)
 
 
 def dump_json(value: object) -> str:
-    """The value as JSON, as models write it.
+    """Return the value as JSON, as models write it.
 
     Raises:
         ValueError: JSON cannot express it (NaN).

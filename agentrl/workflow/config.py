@@ -697,12 +697,15 @@ class RunConfig(Section):
         return self
 
     def flat(self) -> dict[str, Any]:
-        """`{"rollout.group_size": 8, ...}`, in the order of the fields; without an agent its keys have their defaults."""
+        """Return `{"rollout.group_size": 8, ...}`, in the order of the fields; without an agent its keys have their
+        defaults.
+        """
         tree = self.model_dump(mode="json")
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
-        """What an update does with ratios of trainer to sampler above `importance_cap`; None: it weighs no token by its ratio.
+        """Return what an update does with ratios of trainer to sampler above `importance_cap`; None: it weighs no token by its
+        ratio.
 
         Args:
             same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
@@ -780,7 +783,7 @@ OLDER_KEYS = {
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """The config from dotted keys.
+    """Return the config from dotted keys.
 
     Raises:
         ConfigError: naming each key whose value does not fit.

@@ -40,7 +40,7 @@ _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
 
 
 def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, name: str = REWARD) -> None:
-    """Gives the episode a reward, or parts by name. What is said again replaces what was said before.
+    """Give the episode a reward, or parts by name. What is said again replaces what was said before.
 
     What agents and tools say counts where the run has no rewards of its own, or is told to count it
     (`agent: {own_rewards: true}`); it is kept in any case.
@@ -60,7 +60,7 @@ def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, n
 
 
 def emit_message(text: str, **more: Any) -> None:
-    """Notes a message, with anything beside it that is JSON.
+    """Note a message, with anything beside it that is JSON.
 
     Raises:
         ConfigError, ServiceError: as `emit_reward`.
@@ -69,7 +69,7 @@ def emit_message(text: str, **more: Any) -> None:
 
 
 def emit_object(value: Any, name: str = "") -> None:
-    """Notes any value that is JSON.
+    """Note any value that is JSON.
 
     Raises:
         ConfigError: it is none, or is too large.
@@ -79,7 +79,7 @@ def emit_object(value: Any, name: str = "") -> None:
 
 
 def emit_annotation(values: Mapping[str, Any], name: str = "", step: int | None = None) -> None:
-    """Notes values by name, of the episode or of one of its steps.
+    """Note values by name, of the episode or of one of its steps.
 
     Raises:
         ConfigError, ServiceError: as `emit_object`.
@@ -88,7 +88,7 @@ def emit_annotation(values: Mapping[str, Any], name: str = "", step: int | None 
 
 
 def emit_exception(error: BaseException) -> None:
-    """Notes an error that was caught: its class, its words and where it was raised.
+    """Note an error that was caught: its class, its words and where it was raised.
 
     Raises:
         ServiceError: it could not be written.
@@ -101,21 +101,21 @@ class Operation:
     """What `operation` makes: a context manager, and a decorator of functions, sync and async."""
 
     def __init__(self, name: str, notes: Mapping[str, Any]) -> None:
-        """Takes its name and what is kept with it."""
+        """Take its name and what is kept with it."""
         self._name, self._notes = name, notes
 
     def __enter__(self) -> Self:
-        """Begins it."""
+        """Begin it."""
         self._began = time.monotonic()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Notes its end."""
+        """Note its end."""
         said = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:1000]}
         _emit("operation", self._name, {**self._notes, **said}, seconds=time.monotonic() - self._began)
 
     def __call__(self, function: F) -> F:
-        """The function, each call of which is such an operation."""
+        """Return the function, each call of which is such an operation."""
         name = self._name or function.__name__
 
         @functools.wraps(function)

@@ -187,7 +187,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The sentence that helps after an unknown name: the closest match, or the list of known ones."""
+    """Return the sentence that helps after an unknown name: the closest match, or the list of known ones."""
     names = sorted(known)
     close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
     if close:

@@ -34,7 +34,7 @@ class Experiment:
 
     @classmethod
     def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
-        """A stored run's, by what its rows hold. The config of a run of an older format is read too."""
+        """Return a stored run's, by what its rows hold. The config of a run of an older format is read too."""
         algorithm = dict(config.get("algorithm", {}))
         if algorithm.get("aggregation") == "seq-mean-token-sum-norm-trl":  # of format 2
             algorithm["aggregation"] = "seq-mean-token-sum-norm"
@@ -48,7 +48,7 @@ class Experiment:
         return found
 
     def reading(self, resources: Mapping[str, str]) -> "Experiment":
-        """The same with these texts: the env's system prompt, and what tools say of themselves."""
+        """Return the same with these texts: the env's system prompt, and what tools say of themselves."""
         if self.config.agent is not None or not resources:
             return self
         made = replace(self)
@@ -108,5 +108,5 @@ class Experiment:
         return found
 
     def scoring_hash(self, anew: bool = False) -> str:
-        """Hash of all code that scores; see `envs.scoring_hash`."""
+        """Return hash of all code that scores; see `envs.scoring_hash`."""
         return scoring_hash(self.env, self.weights, anew)

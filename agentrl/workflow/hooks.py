@@ -32,7 +32,7 @@ class Hook:
         """A step and its tool results are recorded."""
 
     def on_rollout_end(self, episode: Episode) -> Mapping[str, float | Sequence[float]] | None:
-        """The episode is over and scored; what is returned is added to its reward parts (weight 1).
+        """Return the episode is over and scored; what is returned is added to its reward parts (weight 1).
 
         A part is one number, or a list with one for each step. One of a name that is there already takes its place. A hook
         that is written `on_rollout_end(self, rollout, task)` is given a `Rollout` and the task; a reward that it sets there
@@ -57,23 +57,23 @@ class LoggingHook(Hook):
     """Writes what happens into the workers' logs (`agentrl logs`): rollouts with their rewards, updates, evaluations, ends."""
 
     def on_rollout_end(self, episode: Episode) -> None:
-        """Logs its reward."""
+        """Log its reward."""
         log.info("episode %d of %s: reward %g, %s", episode.id, episode.task.key, episode.reward or 0.0, episode.stop_reason)
 
     def on_update_start(self, run: str, iteration: int) -> None:
-        """Logs that it begins."""
+        """Log that it begins."""
         log.info("%s: update %d begins", run, iteration)
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Logs its numbers."""
+        """Log its numbers."""
         log.info("%s: update %d: %s", run, iteration, _numbers(metrics))
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Logs its numbers."""
+        """Log its numbers."""
         log.info("%s: version %d measured: %s", run, version, _numbers(metrics))
 
     def on_run_end(self, run: str, status: str) -> None:
-        """Logs how it ended."""
+        """Log how it ended."""
         log.info("%s: %s", run, status)
 
 
@@ -82,7 +82,7 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 
 def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
-    """The reward parts that a hook adds to an episode that is over, by either form of its `on_rollout_end`."""
+    """Return the reward parts that a hook adds to an episode that is over, by either form of its `on_rollout_end`."""
     call: Callable[..., Any] = hook.on_rollout_end
     if len(inspect.signature(call).parameters) < 2:
         return call(episode) or {}
@@ -95,7 +95,7 @@ def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """One instance of each named hook: of a class (`package.module:ClassName`), or a copy of what stands there.
+    """Return one instance of each named hook: of a class (`package.module:ClassName`), or a copy of what stands there.
 
     Raises:
         ConfigError: a path leads to no hook, or the class cannot be made without arguments.

@@ -46,7 +46,7 @@ _import_lock = Lock()
 
 
 def code_folder(where: Settings) -> Path:
-    """Where modules lie that were written for what stood in a notebook or a script."""
+    """Return where modules lie that were written for what stood in a notebook or a script."""
     return where.root / "code"
 
 
@@ -62,18 +62,18 @@ def lend(path: str, value: Any) -> None:
 
 
 def is_lent(path: str) -> bool:
-    """Whether the path leads to an object of this process that is to be used as it is, not copied."""
+    """Return whether the path leads to an object of this process that is to be used as it is, not copied."""
     return path in _lent
 
 
 def names(kind: str) -> list[str]:
-    """The names that `find(kind, ...)` knows, sorted."""
+    """Return the names that `find(kind, ...)` knows, sorted."""
     package = importlib.import_module(f"{PACKAGE}.{kind}")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
 def find(kind: str, name: str) -> Any:
-    """The plug-in of that kind and name.
+    """Return the plug-in of that kind and name.
 
     Raises:
         ConfigError: no such plug-in, its file cannot be imported, or what it defines is of another kind.
@@ -89,7 +89,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def code_of(kind: str, name: str) -> str:
-    """The source of the file that defines the plug-in, as this process has loaded it.
+    """Return the source of the file that defines the plug-in, as this process has loaded it.
 
     Raises:
         ConfigError: as `find`.
@@ -100,7 +100,7 @@ def code_of(kind: str, name: str) -> str:
 
 
 def source_of(module: str, anew: bool = False) -> str:
-    """The source of a loaded module.
+    """Return the source of a loaded module.
 
     Args:
         anew: as the file is now; else as it was when this process first found a plug-in there, which is what it has loaded.

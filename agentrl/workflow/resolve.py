@@ -35,7 +35,7 @@ def resolve(
     assignments: tuple[str, ...] = (),
     environ: Mapping[str, str] | None = None,
 ) -> tuple[RunConfig, dict[str, str]]:
-    """The config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
+    """Return the config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
 
     Args:
         file: a YAML file with nested or dotted keys.
@@ -72,7 +72,7 @@ def resolve(
 
 
 def parse_weights(words: Iterable[str]) -> dict[str, float]:
-    """`NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
+    """Return `NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
 
     Raises:
         ConfigError: a weight is no finite number, or a name stands there twice.
@@ -93,7 +93,7 @@ def parse_weights(words: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """`key=value` each, values read as YAML, by key.
+    """Return `key=value` each, values read as YAML, by key.
 
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
@@ -156,7 +156,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The dotted keys of a YAML file, and their values.
+    """Return the dotted keys of a YAML file, and their values.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds no keys.

@@ -24,7 +24,7 @@ class Prompt(str):
     __slots__ = ()
 
     def format(self, *args: object, **values: object) -> str:
-        """The text with a value in each place `{name}` that one is named for; other braces stay.
+        """Return the text with a value in each place `{name}` that one is named for; other braces stay.
 
         Never what `str.format` does: the text may be a model's, and `{a.b}` would read what it likes.
 
@@ -40,12 +40,12 @@ class Prompt(str):
 
 
 def places(text: str) -> frozenset[str]:
-    """The names of the text's places."""
+    """Return the names of the text's places."""
     return frozenset(_PLACE.findall(text))
 
 
 def validation_error(text: Any, before: str | None = None) -> str:
-    """Why that is no text of a run, or cannot take the place of the one `before`; empty if it can."""
+    """Return why that is no text of a run, or cannot take the place of the one `before`; empty if it can."""
     if not isinstance(text, str):
         return f"it is of type {type(text).__name__:.100}"
     if not text.strip():
@@ -59,7 +59,7 @@ def validation_error(text: Any, before: str | None = None) -> str:
 
 
 def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
-    """Checks the names and texts.
+    """Check the names and texts.
 
     Raises:
         ValueError: one is none.

@@ -21,12 +21,14 @@ PAGE_HOST, PAGE_PORT = "127.0.0.1", 7788
 
 
 def is_url(path: str) -> bool:
-    """Whether the text is `scheme://...` and not a path of this host."""
+    """Return whether the text is `scheme://...` and not a path of this host."""
     return "://" in path
 
 
 def digest(key: str, value: str) -> str:
-    """What tells two values apart where neither may be shown: 32 hexadecimal digits (BLAKE2b under a key of one's own)."""
+    """Return what tells two values apart where neither may be shown: 32 hexadecimal digits (BLAKE2b under a key of one's
+    own).
+    """
     return hashlib.blake2b(os.fsencode(value), key=key.encode(), digest_size=16).hexdigest()
 
 
@@ -182,5 +184,5 @@ class Settings(BaseSettings):
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """The settings of this process, read once."""
+    """Return the settings of this process, read once."""
     return Settings()

@@ -20,7 +20,7 @@ EQUAL = "equal_histories"
 
 
 def chains_of(episode: Episode) -> list[list[Step]]:
-    """The episode's steps, chain by chain, in the order in which the chains began.
+    """Return the episode's steps, chain by chain, in the order in which the chains began.
 
     A step without a parent begins another one, whatever its number: episodes of before chains had numbers have several rows
     in chain 0.
@@ -39,7 +39,7 @@ def chains_of(episode: Episode) -> list[list[Step]]:
 
 
 def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
-    """The tokens that the step's prompt continues: each id, and its logprob where it was sampled."""
+    """Return the tokens that the step's prompt continues: each id, and its logprob where it was sampled."""
     if step.parent is None or step.parent == ROOT:
         return []
     found: list[tuple[int, float | None]] = []
@@ -51,7 +51,7 @@ def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
 
 
 def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
-    """Index of each step of the episode that does not train -> why."""
+    """Return index of each step of the episode that does not train -> why."""
     lengths = _lengths(episode)
     continued = {
         step.parent
@@ -63,7 +63,8 @@ def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
 
 
 def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
-    """The episode as whoever asked for its turns has read it, without the steps that were never delivered and that nothing
+    """Return the episode as whoever asked for its turns has read it, without the steps that were never delivered and that
+    nothing
     continues; and the index of each step that is left.
 
     This is what rewards are told and what trains: whatever broke on the way and was asked for again, both are what they would

@@ -38,7 +38,7 @@ OPEN = ("planned", "running")
 
 
 def storable(text: str) -> str:
-    """The text as every database can hold it: NUL and lone surrogates replaced (exact tokens are kept beside it)."""
+    """Return the text as every database can hold it: NUL and lone surrogates replaced (exact tokens are kept beside it)."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
@@ -195,7 +195,7 @@ class Step:
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
-    """All messages of the line of the step at that index, and its own last; none for ROOT.
+    """Return all messages of the line of the step at that index, and its own last; none for ROOT.
 
     A step that parts from its parent somewhere within (`shared`) has all messages of its request itself.
     """
@@ -239,7 +239,7 @@ class Episode:
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:
-        """The step of that index and those that it continues, the first one first."""
+        """Return the step of that index and those that it continues, the first one first."""
         found: list[Step] = []
         while index != ROOT:
             found.append(self.steps[index])
@@ -247,7 +247,7 @@ class Episode:
         return tuple(reversed(found))
 
     def tokens_of(self, index: int) -> tuple[int, ...]:
-        """All tokens up to the end of that step: its prompt and what was sampled; none for ROOT."""
+        """Return all tokens up to the end of that step: its prompt and what was sampled; none for ROOT."""
         ids: list[int] = []
         for step in self.line(index):
             del ids[len(ids) if step.shared is None else step.shared :]
@@ -256,7 +256,7 @@ class Episode:
         return tuple(ids)
 
     def times_asked(self, prompt_ids: tuple[int, ...], before: int | None = None) -> int:
-        """How many of its steps, or of those before that index, were sampled from exactly this whole prompt."""
+        """Return how many of its steps, or of those before that index, were sampled from exactly this whole prompt."""
         ends, count = {ROOT: 0}, 0
         for index, step in enumerate(self.steps[:before]):
             start = ends[step.parent if step.parent is not None else ROOT] if step.shared is None else step.shared
@@ -392,7 +392,7 @@ class SamplingKey:
 
     @classmethod
     def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
-        """The key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
+        """Return the key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
         return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
@@ -402,7 +402,7 @@ class SamplingKey:
         return _bits(self._text)
 
     def of_turn(self, prompt_ids: tuple[int, ...], asked: int) -> int:
-        """The key of a turn, 64 bits.
+        """Return the key of a turn, 64 bits.
 
         Args:
             prompt_ids: its whole prompt, each id below 2**31.
@@ -412,11 +412,11 @@ class SamplingKey:
         return _bits(f"{self._text}|{prompt}|{asked}")
 
     def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> int:
-        """The key of the turn that would be the episode's next, after its recorded steps."""
+        """Return the key of the turn that would be the episode's next, after its recorded steps."""
         return self.of_turn(prompt_ids, episode.times_asked(prompt_ids))
 
     def of_step(self, episode: Episode, index: int) -> int:
-        """The key of a recorded step."""
+        """Return the key of a recorded step."""
         ids, step = episode.tokens_of(index), episode.steps[index]
         prompt = ids[: len(ids) - len(step.sampled_ids)]
         return self.of_turn(prompt, episode.times_asked(prompt, index) if step.draw is None else step.draw)

@@ -14,13 +14,13 @@ COLUMNS = ("peak_memory_bytes", "tflops", "mfu")
 
 
 def upgrade() -> None:
-    """Adds the columns."""
+    """Add the columns."""
     for name in COLUMNS:
         op.add_column("iterations", sa.Column(name, sa.Float(precision=53), nullable=True))
 
 
 def downgrade() -> None:
-    """Removes them."""
+    """Remove them."""
     with alter_table("iterations") as iterations:
         for name in COLUMNS:
             iterations.drop_column(name)

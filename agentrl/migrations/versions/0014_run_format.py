@@ -14,7 +14,7 @@ REASON = "begun by an older agentrl"
 
 
 def upgrade() -> None:
-    """Renames the column; new runs name their format, so it has no default."""
+    """Rename the column; new runs name their format, so it has no default."""
     with alter_table("runs") as runs:
         runs.alter_column("key_scheme", new_column_name="format", existing_type=sa.Integer(), server_default=None)
     running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
@@ -22,6 +22,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Renames it back. Older code then treats runs of a newer format as its own."""
+    """Rename it back. Older code then treats runs of a newer format as its own."""
     with alter_table("runs") as runs:
         runs.alter_column("format", new_column_name="key_scheme", existing_type=sa.Integer(), server_default="1")

@@ -12,11 +12,11 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Adds the column."""
+    """Add the column."""
     op.add_column("updates", sa.Column("log_ratio_clamped", sa.Float(precision=53), nullable=True))
 
 
 def downgrade() -> None:
-    """Removes it."""
+    """Remove it."""
     with alter_table("updates") as updates:
         updates.drop_column("log_ratio_clamped")

@@ -12,11 +12,11 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Adds the column."""
+    """Add the column."""
     op.add_column("tool_calls", sa.Column("loose", sa.Boolean(), server_default="0", nullable=False))
 
 
 def downgrade() -> None:
-    """Removes it."""
+    """Remove it."""
     with alter_table("tool_calls") as calls:
         calls.drop_column("loose")

@@ -12,10 +12,10 @@ REASON = "begun by an older agentrl"
 
 
 def upgrade() -> None:
-    """Pauses the running runs."""
+    """Pause the running runs."""
     running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
     op.execute(running.bindparams(reason=REASON))
 
 
 def downgrade() -> None:
-    """Changes nothing: a paused run of another format stays paused."""
+    """Change nothing: a paused run of another format stays paused."""

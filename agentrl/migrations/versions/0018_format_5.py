@@ -18,7 +18,7 @@ COLUMNS = ("importance_outside", "effective_sample_size")
 
 
 def upgrade() -> None:
-    """Adds the columns and pauses the running runs."""
+    """Add the columns and pause the running runs."""
     for name in COLUMNS:
         op.add_column("updates", sa.Column(name, sa.Float(precision=53), nullable=True))
     running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
@@ -26,7 +26,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Removes the columns; a paused run of another format stays paused."""
+    """Remove the columns; a paused run of another format stays paused."""
     with alter_table("updates") as updates:
         for name in COLUMNS:
             updates.drop_column(name)

@@ -12,11 +12,11 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Adds the column."""
+    """Add the column."""
     op.add_column("run_tasks", sa.Column("difficulty", sa.Float(precision=53), nullable=True))
 
 
 def downgrade() -> None:
-    """Removes the column: runs go on in the order of the seed."""
+    """Remove the column: runs go on in the order of the seed."""
     with alter_table("run_tasks") as tasks:
         tasks.drop_column("difficulty")

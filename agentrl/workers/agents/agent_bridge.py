@@ -15,7 +15,7 @@ PORT = 8500
 
 
 def main(path: str, command: "list[str]") -> int:
-    """Runs the command with the address open; returns its exit code."""
+    """Run the command with the address open; return its exit code."""
     listener = socket.create_server(("127.0.0.1", PORT), backlog=128)
     threading.Thread(target=_serve, args=(listener, path), daemon=True).start()
     ended = subprocess.run(command, check=False, env=dict(os.environ)).returncode

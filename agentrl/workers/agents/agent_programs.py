@@ -51,11 +51,11 @@ class AgentLaunch:
     llm: LLM
 
     def spec(self, asked: AgentConfig) -> str:
-        """What the warm interpreter has to have imported; empty for a program."""
+        """Return what the warm interpreter has to have imported; empty for a program."""
         return "" if self.command else asked.name
 
     def order(self, asked: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
-        """The order for the guardian. It reports the agent's output without the `keys`."""
+        """Return the order for the guardian. It reports the agent's output without the `keys`."""
         return Order(
             command=self.command,
             environment=self.environment,

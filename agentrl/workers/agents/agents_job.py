@@ -39,7 +39,7 @@ URL_SECONDS = 60.0
 
 @app.task(name="agentrl.agent", throws=(ServiceError, InfraError))
 def agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Runs the agent of that attempt, unless it is over or another worker has it."""
+    """Run the agent of that attempt, unless it is over or another worker has it."""
     episode = row_id(episode)
     if type(attempt) is not int or not 0 <= attempt < 2**31:
         raise ConfigError(f"The job's attempt must be a number, not {attempt!r:.100}.")
@@ -121,7 +121,7 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
 
 
 def message_dict(message: Message) -> dict[str, str]:
-    """A task's message as clients take it."""
+    """Return a task's message as clients take it."""
     return {"role": message.role, "content": message.content}
 
 

@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.1
 
 
 def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
-    """Calls the agent, and waits for its end; None where it was left alone since `is_stopped`.
+    """Call the agent, and wait for its end; None where it was left alone since `is_stopped`.
 
     Raises:
         ConfigError: its path leads to nothing.

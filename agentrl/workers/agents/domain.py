@@ -26,7 +26,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def enter() -> bool:
-    """Enters a domain, in the one that this process is in; False where the kernel has none that scopes signals.
+    """Enter a domain, in the one that this process is in; False where the kernel has none that scopes signals.
 
     A process cannot leave it, nor can its children; nor do they get rights by what they execute (sudo).
     """
@@ -43,12 +43,12 @@ def enter() -> bool:
 
 
 def hide() -> None:
-    """Lets no other process of this user read this one's environment and memory; what it executes is not hidden."""
+    """Let no other process of this user read this one's environment and memory; what it executes is not hidden."""
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Gives up for good what lets root look into other processes."""
+    """Give up for good what lets root look into other processes."""
     header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capget(header, data) != 0:
         return

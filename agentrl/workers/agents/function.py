@@ -16,7 +16,7 @@ from agentrl.workflow.plugins import find
 
 
 def main(spec: str) -> None:
-    """Calls the function once."""
+    """Call the function once."""
     task = AgentTask(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text()))
     llm = LLM(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"])
     value = as_function(find("agents", spec))(task, llm)

@@ -93,13 +93,13 @@ class Report:
 
 
 def send(connection: socket.socket, value: object) -> None:
-    """Sends a value as JSON, with its length before it."""
+    """Send a value as JSON, with its length before it."""
     data = json.dumps(value).encode()
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def receive(connection: socket.socket) -> Any:
-    """The value that was sent; None where the other end is closed."""
+    """Return the value that was sent; None where the other end is closed."""
     head = _exactly(connection, LENGTH.size)
     data = head and _exactly(connection, LENGTH.unpack(head)[0])
     return json.loads(data) if data else None
@@ -121,7 +121,7 @@ def adopt_orphans() -> None:
 
 
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Carries out the order that comes over the connection, and reports."""
+    """Carry out the order that comes over the connection, and reports."""
     os.setsid()
     adopt_orphans()
     order = receive(connection)
@@ -339,7 +339,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
-    """All processes below this one, but for its spared children and what is below them."""
+    """Return all processes below this one, but for its spared children and what is below them."""
     found: set[int] = set()
     level = set(children(pid)) - set(spared)
     while level:
@@ -349,7 +349,7 @@ def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes right below this one."""
+    """Return the processes right below this one."""
     try:
         return [
             int(child)
@@ -392,7 +392,7 @@ def _written(folder: str) -> int:
 
 
 def end_descendants(spared: Collection[int] = ()) -> None:
-    """Kills what is below this process, but for these children of it and what is theirs.
+    """Kill what is below this process, but for these children of it and what is theirs.
 
     First all are stopped, so that none forks while the others are killed.
     """

@@ -38,7 +38,7 @@ class _Unwanted(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """What of this process's environment an agent may see: no database, no broker, no secret."""
+    """Return what of this process's environment an agent may see: no database, no broker, no secret."""
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
 
 
@@ -96,14 +96,14 @@ class AgentServer:
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """A new guardian's socket."""
+        """Return a new guardian's socket."""
         ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
         return ours
 
     def close(self) -> None:
-        """Ends it as soon as the agents that run have ended; waits a moment for it."""
+        """End it as soon as the agents that run have ended; wait a moment for it."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
@@ -149,7 +149,7 @@ class AgentServers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
-        """A new guardian's socket, from an interpreter that has imported what the agent is now.
+        """Return a new guardian's socket, from an interpreter that has imported what the agent is now.
 
         Raises:
             _Unwanted: `is_stopped` meanwhile.
@@ -162,7 +162,8 @@ class AgentServers:
         return guardian
 
     def source(self, spec: str) -> str:
-        """The source of the agent's module as its agents run it now, which an interpreter of its own imports; empty if there
+        """Return the source of the agent's module as its agents run it now, which an interpreter of its own imports; empty if
+        there
         is none.
 
         Raises:
@@ -196,7 +197,7 @@ class AgentServers:
             place.lock.release()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all of them."""
         with self._lock:
             places = list(self._places.values())
         for place in places:
@@ -220,7 +221,7 @@ servers = AgentServers()
 
 
 def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | None:
-    """Runs an agent to its end; None where it was ended since `is_stopped`.
+    """Run an agent to its end; None where it was ended since `is_stopped`.
 
     Raises:
         AgentUnready: its module cannot be imported.

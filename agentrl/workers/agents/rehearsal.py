@@ -38,7 +38,7 @@ TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 def rehearse() -> None:
-    """Rehearses what the interpreter has imported; its memory is then shared with its forks for as long as may be."""
+    """Rehearse what the interpreter has imported; its memory is then shared with its forks for as long as may be."""
     openai = sys.modules.get("openai")
     if openai is not None:
         with suppress(Exception):  # of another version, say

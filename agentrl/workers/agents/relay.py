@@ -14,7 +14,7 @@ MAX_CONNECTIONS = 64
 
 @contextmanager
 def relayed(path: Path, host: str, port: int) -> Iterator[None]:
-    """Listens at the path, and passes each connection's bytes to that address, until it is left."""
+    """Listen at the path, and pass each connection's bytes to that address, until it is left."""
     loop = _loop()
     server = asyncio.run_coroutine_threadsafe(_listen(path, host, port), loop).result()
     path.chmod(0o666)  # the sandbox's user connects; its folder keeps others away

@@ -21,7 +21,7 @@ WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Serves until the other end of the socket is closed, and the last agent has ended."""
+    """Serve until the other end of the socket is closed, and the last agent has ended."""
     sys.path[:] = paths
     try:
         function, source = _load(spec) if spec else (None, "")

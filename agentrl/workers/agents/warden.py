@@ -34,7 +34,7 @@ class Warden:
         self._own = frozenset(guardian.children(os.getpid()))  # what the agent's module started when it was imported
 
     def watch(self) -> None:
-        """Forks a guardian for each descriptor that comes, until the other end is closed and the last guardian has ended."""
+        """Fork a guardian for each descriptor that comes, until the other end is closed and the last guardian has ended."""
         is_wanted = True
         while is_wanted or self._guardians:
             for ready in self._ready(is_wanted):

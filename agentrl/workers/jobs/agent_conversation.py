@@ -386,7 +386,7 @@ def _hash_ids(ids: Sequence[int]) -> str:
 
 
 def turn_of(step: Step, asked: Mapping[str, Any]) -> ResponseTurn:
-    """The turn of a stored step, as a reply says it; `asked` as its row has it."""
+    """Return the turn of a stored step, as a reply says it; `asked` as its row has it."""
     completion = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds)
     top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
     return ResponseTurn(step.message, completion, top)

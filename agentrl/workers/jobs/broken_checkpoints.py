@@ -21,7 +21,7 @@ log = getLogger("agentrl.mend")
 
 
 def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int | None:
-    """Marks the policy's checkpoint as broken if it is.
+    """Mark the policy's checkpoint as broken if it is.
 
     Returns:
         The iteration whose train job rebuilds it; None if it is whole, cannot be seen from this host, or belongs to no run
@@ -42,7 +42,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
 
 
 def send_rebuild(iteration: int) -> None:
-    """Sends the train job that rebuilds the checkpoint."""
+    """Send the train job that rebuilds the checkpoint."""
     try:
         send_train(database(), iteration)
     except ServiceError as error:
@@ -50,7 +50,7 @@ def send_rebuild(iteration: int) -> None:
 
 
 def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebuild, update: "Update") -> None:
-    """Checks that the repeated update is the recorded one.
+    """Check that the repeated update is the recorded one.
 
     Raises:
         CheckpointError: it took no step, or its episodes or advantages differ, because code or rewards have changed.
@@ -64,7 +64,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """The error for a broken checkpoint that cannot be rebuilt; names the last whole one and what to do."""
+    """Return the error for a broken checkpoint that cannot be rebuilt; names the last whole one and what to do."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next(

@@ -60,23 +60,23 @@ class GroupRollout:
     """A group's episodes are sampled together."""
 
     def lose(self) -> None:
-        """Stops all writing, since another worker has the group or this attempt is over."""
+        """Stop all writing, since another worker has the group or this attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
     def close(self) -> None:
-        """Waits for no call any more, and takes back the turns that the engine has not begun."""
+        """Wait for no call any more, and take back the turns that the engine has not begun."""
         self.calls.forget()
         for turn in self._turns.values():
             turn.cancel()
 
     def start(self) -> None:
-        """Starts every episode from the end of its record."""
+        """Start every episode from the end of its record."""
         self.recorder.begin()
         self._advance(list(self.recorder.episodes))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Commits sampled turns and answered calls, and goes on."""
+        """Commit sampled turns and answered calls, and go on."""
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
             self._commit_sampled(turns)
@@ -86,7 +86,7 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Reads the rows of calls without a wake-up, and sends calls again that seem lost.
+        """Read the rows of calls without a wake-up, and sends calls again that seem lost.
 
         Raises:
             ServiceError, InfraError: no worker serves the tools, see `PendingCalls.send_overdue`.

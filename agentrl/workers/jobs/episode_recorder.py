@@ -54,7 +54,7 @@ class EpisodeRecorder:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
 
     def begin(self) -> None:
-        """Resumes every episode from the end of its record, or restarts it if its env cannot resume."""
+        """Resume every episode from the end of its record, or restart it if its env cannot resume."""
         for episode in list(self.episodes.values()):
             if episode.begun and self.env.resumability == "restart":
                 steps.restart_episode(self.db, self.work.fence, episode.id)
@@ -63,29 +63,29 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def begin_with_agents(self) -> None:
-        """Takes every episode as its record is: their agents, which are other processes, may be at them."""
+        """Take every episode as its record is: their agents, which are other processes, may be at them."""
         for episode in list(self.episodes.values()):
             self._call_hooks("on_rollout_start", episode)
 
     def restart(self, number: int) -> None:
-        """Begins the episode anew under its next attempt number; the old steps stay."""
+        """Begin the episode anew under its next attempt number; the old steps stay."""
         steps.restart_episode(self.db, self.work.fence, number)
         self.episodes[number] = replace(self.episodes[number], steps=(), status="running")
 
     def begin_step(self, episode: Episode) -> bool:
-        """Calls the hooks before a step is sampled; returns whether they allow it."""
+        """Call the hooks before a step is sampled; return whether they allow it."""
         self._call_hooks("on_trace_start", episode)
         return episode.id in self.episodes
 
     def commit_sampled(self, records: Sequence[SampledStep]) -> list[list[int]]:
-        """Commits T1 of these steps; returns the ids of each one's calls, which may now be sent."""
+        """Commit T1 of these steps; return the ids of each one's calls, which may now be sent."""
         calls = steps.commit_sampled(self.db, self.work.fence, records)
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
 
     def commit_calls(self, records: Sequence[CallStep]) -> list[Step]:
-        """Commits answers to agents from outside, with what their requests show of earlier calls; returns the steps."""
+        """Commit answers to agents from outside, with what their requests show of earlier calls; return the steps."""
         made = agent_steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, made, strict=True):
             number = record.sampled.episode
@@ -96,12 +96,12 @@ class EpisodeRecorder:
         return made
 
     def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
-        """Records whether whoever asked for that step was sent all of it."""
+        """Record whether whoever asked for that step was sent all of it."""
         agent_steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commits results: T2 of an episode's last step or, for the calls to its judges, its end with their grades.
+        """Commit results: T2 of an episode's last step or, for the calls to its judges, its end with their grades.
 
         Returns the episodes that go on.
         """
@@ -117,7 +117,7 @@ class EpisodeRecorder:
         return going_on
 
     def ask_judges(self, ended: Mapping[int, StopReason]) -> tuple[list[Outcome], dict[int, list[int]]]:
-        """Commits the questions about episodes that are over.
+        """Commit the questions about episodes that are over.
 
         Returns the outcomes of episodes without judges, for `finish`, and the ids of each other episode's calls, which may now
         be sent.
@@ -141,7 +141,7 @@ class EpisodeRecorder:
         return outcomes, {one.episode: ids for one, ids in zip(asked, calls, strict=True)}
 
     def finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Ends these episodes with their rewards."""
+        """End these episodes with their rewards."""
         if not outcomes:
             return
         outcomes = [self._of_agent(outcome) if self.of_agents else outcome for outcome in outcomes]
@@ -162,7 +162,7 @@ class EpisodeRecorder:
         return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
-        """Records an event on what the calls wait for; the next observation or end records that they go on."""
+        """Record an event on what the calls wait for; the next observation or end records that they go on."""
         self._says_waiting = True
         blocked_runs.wait_for(self.db, self.work.run_id, what)
 

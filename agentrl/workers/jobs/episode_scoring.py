@@ -22,7 +22,7 @@ def scored_outcome(
     own: Mapping[str, float | Sequence[float]] = MappingProxyType({}),
     own_weight: float = 0.0,
 ) -> Outcome:
-    """The outcome done, with its reward; failed if a reward, the env or a hook raised.
+    """Return the outcome done, with its reward; failed if a reward, the env or a hook raised.
 
     Args:
         ended: the episode with its stop_reason.
@@ -47,7 +47,7 @@ def scored_outcome(
 
 
 def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
-    """The outcome of an episode that failed and cannot be scored."""
+    """Return the outcome of an episode that failed and cannot be scored."""
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 

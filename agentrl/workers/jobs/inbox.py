@@ -41,7 +41,7 @@ GATHER_SECONDS = 0.001
 
 
 def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
-    """Waits for an event, and after a sampled turn a moment longer, then takes all events that are there.
+    """Wait for an event, and after a sampled turn a moment longer, then take all events that are there.
 
     Args:
         gathers: whether other turns may end in the same decoding step; where none can, nothing is waited for.
@@ -58,10 +58,10 @@ def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
 
 
 def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
-    """Puts the engine's completion into the inbox."""
+    """Put the engine's completion into the inbox."""
     inbox.put(Event(group, episode, completion=future))
 
 
 def put_reply(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
-    """Puts a tool's reply into the inbox."""
+    """Put a tool's reply into the inbox."""
     inbox.put(Event(group, episode, call=call, reason=reason))

@@ -74,11 +74,11 @@ class Sessions:
         self._lives: dict[SessionKey, _LiveSession] = {}
 
     def start(self) -> None:
-        """Starts the daemon thread that renews leases."""
+        """Start the daemon thread that renews leases."""
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Answers the call after those before it; if another worker has the session, only returns that worker's queue.
+        """Answer the call after those before it; if another worker has the session, only returns that worker's queue.
 
         Raises:
             InfraError: the system failed the call, which stays without a result.
@@ -101,7 +101,7 @@ class Sessions:
                     ended.add(asked.id)
 
     def close(self) -> None:
-        """Closes all interpreters that no call is using."""
+        """Close all interpreters that no call is using."""
         while self._put_away_oldest(lambda live: True):
             pass
 
@@ -233,7 +233,7 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renews the leases; closes interpreters that were idle for long, or whose episode is over or leased to others."""
+        """Renew the leases; closes interpreters that were idle for long, or whose episode is over or leased to others."""
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

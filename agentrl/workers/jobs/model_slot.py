@@ -51,17 +51,17 @@ class LoadedModel:
             return self._engine
 
     def release(self) -> None:
-        """Frees the memory that a started engine keeps for later episodes."""
+        """Free the memory that a started engine keeps for later episodes."""
         if self._engine is not None:
             self._engine.release()
 
     def count_turns(self) -> dict[str, int]:
-        """The counts of an engine that has some (`RollingEngine.counts`); empty for any other."""
+        """Return the counts of an engine that has some (`RollingEngine.counts`); empty for any other."""
         counts = getattr(self._engine, "counts", None)
         return counts() if counts is not None else {}
 
     def close(self) -> None:
-        """Ends the engine if it was started."""
+        """End the engine if it was started."""
         if self._engine is not None:
             self._engine.close()
 
@@ -80,7 +80,7 @@ class Models:
 
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
-        """Gives the base and engine of the experiment; many jobs may use them at once.
+        """Give the base and engine of the experiment; many jobs may use them at once.
 
         Raises:
             ModelError: the base cannot be loaded.
@@ -96,14 +96,14 @@ class Models:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Unloads the base, which no job uses."""
+        """Unload the base, which no job uses."""
         with self._changed:
             if self._loaded is not None:
                 self._loaded.close()
             self._loaded, self._key = None, ""
 
     def collect(self) -> Iterator[Metric]:
-        """The sampler's slots, for `/metrics`."""
+        """Yield the sampler's slots, for `/metrics`."""
         loaded = self._loaded
         counts = loaded.count_turns() if loaded is not None else {}
         yield Metric(

@@ -34,16 +34,16 @@ class Agents(Protocol):
     """Who runs the agents of a group's episodes."""
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Gives each of the episodes to an agent, if its current attempt has none."""
+        """Give each of the episodes to an agent, if its current attempt has none."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Episode -> its agent's state, of these (None: of all)."""
+        """Return episode -> its agent's state, of these (None: of all)."""
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Sends agents again that nobody has begun to run."""
+        """Send agents again that nobody has begun to run."""
 
     def forget(self) -> None:
-        """Waits for no agent any more."""
+        """Wait for no agent any more."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class PendingAgents:
     _looked: float = field(default_factory=time.monotonic)
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Gives each of the episodes to an agent, if its current attempt has none."""
+        """Give each of the episodes to an agent, if its current attempt has none."""
         agent_holds.open_attempts(self.db, self.fence, episodes)
         states = self.load()
         self._send([states[episode] for episode in episodes if episode in states and states[episode].status == "pending"])
@@ -69,11 +69,11 @@ class PendingAgents:
                 self._expect(states[episode])
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Episode -> its agent's state, of these (None: of all)."""
+        """Return episode -> its agent's state, of these (None: of all)."""
         return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Sends agents again that nobody has begun to run.
+        """Send agents again that nobody has begun to run.
 
         Raises:
             ServiceError: they were sent again and again, and no agents worker has any agent.
@@ -97,7 +97,7 @@ class PendingAgents:
         self._send(late)
 
     def forget(self) -> None:
-        """Waits for no agent any more."""
+        """Wait for no agent any more."""
         for key in self._expected.values():
             _replies().forget(key)
         self._expected.clear()

@@ -70,12 +70,12 @@ class PendingCalls:
     by_episode: dict[int, _EpisodeCalls] = field(default_factory=dict)
 
     def add(self, episode: int, calls: Sequence[int], tools: Mapping[str, Tool], answered: Collection[int] = ()) -> None:
-        """Registers these calls, each of one of the tools; nothing is sent yet."""
+        """Register these calls, each of one of the tools; nothing is sent yet."""
         longest = max((tool.timeout_seconds for tool in tools.values()), default=0.0)
         self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
 
     def send(self, episode: int) -> None:
-        """Sends the episode's calls that are not known to be answered, and listens for their replies."""
+        """Send the episode's calls that are not known to be answered, and listen for their replies."""
         waiting = self.by_episode[episode]
         unanswered = [call for call in waiting.calls if call not in waiting.answered]
         for call in unanswered:
@@ -86,12 +86,12 @@ class PendingCalls:
             send_call(call, _replies().address)
 
     def send_again(self, episode: int) -> None:
-        """Does what `send` does, for calls that some worker has sent before."""
+        """Do what `send` does, for calls that some worker has sent before."""
         count_sending(self.db, self.by_episode[episode].calls)
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """The results of all calls, in order, for each of the episodes that has them all; removes these episodes."""
+        """Return the results of all calls, in order, for each of the episodes that has them all; removes these episodes."""
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}
@@ -105,14 +105,14 @@ class PendingCalls:
         return answered
 
     def note_refusal(self, episode: int, call: int, reason: str) -> None:
-        """Reports what a tools worker lacks for a pending call."""
+        """Report what a tools worker lacks for a pending call."""
         waiting = self.by_episode.get(episode)
         if waiting is not None and call in waiting.calls:
             waiting.refused = reason
             self.report_wait(reason)
 
     def send_overdue(self) -> None:
-        """Sends calls again that seem lost, and reports them.
+        """Send calls again that seem lost, and reports them.
 
         Raises:
             ServiceError: calls were sent again and again, and the last worker to get one says that it cannot run it.
@@ -131,7 +131,7 @@ class PendingCalls:
             self.send_again(episode)
 
     def forget(self) -> None:
-        """Drops all calls: nothing waits for them any more."""
+        """Drop all calls: nothing waits for them any more."""
         for episode in list(self.by_episode):
             self._forget(episode)
 

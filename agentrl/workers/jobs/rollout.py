@@ -50,7 +50,7 @@ Driver: TypeAlias = "GroupRollout | AgentRollout"
 
 @app.task(name="agentrl.rollout", throws=(ServiceError,))
 def rollout(groups: list[int]) -> int:
-    """Rolls out the groups; returns the number of finished ones.
+    """Roll out the groups; return the number of finished ones.
 
     A group that a live worker holds is left to that worker: the message is acknowledged without counting for the chord.
     """

@@ -60,7 +60,7 @@ class EpisodeServer(Protocol):
     fingerprint: str
 
     def take(self, call: AgentCall) -> None:
-        """Puts the call where it is answered."""
+        """Put the call where it is answered."""
 
     def left(self, call: AgentCall) -> None:
         """Nobody waits for the call any more."""
@@ -85,7 +85,7 @@ class SamplingServer:
             del self._held[episode]
 
     async def find(self, key: str) -> tuple[int, int, EpisodeServer]:
-        """The episode and attempt of the key, and who holds it.
+        """Return the episode and attempt of the key, and who holds it.
 
         Raises:
             RequestError: 421: not held here; 409: of an attempt that is over.
@@ -254,7 +254,7 @@ class HttpExchange:
     _begun: bool = False
 
     def key(self) -> str:
-        """The key that the request came with.
+        """Return the key that the request came with.
 
         Raises:
             RequestError: it has none.
@@ -265,7 +265,7 @@ class HttpExchange:
         return key.strip()
 
     def identity(self, body_hash: str) -> tuple[str, int, int]:
-        """(request id, created, retry) as the endpoint names them."""
+        """Return (request id, created, retry) as the endpoint names them."""
         name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
         return (
             name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{body_hash}".encode()).hexdigest()[:32],
@@ -274,11 +274,11 @@ class HttpExchange:
         )
 
     def header(self, name: str) -> str:
-        """The header; empty if it is missing."""
+        """Return the header; empty if it is missing."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()), "")
 
     async def body(self) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
             RequestError: it is too large, or does not come.
@@ -299,18 +299,18 @@ class HttpExchange:
             raise RequestError(408, f"The body was not received within {BODY_SECONDS:.0f} s.", code="timeout") from error
 
     async def wait_gone(self) -> None:
-        """Returns once the client has gone."""
+        """Return once the client has gone."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     async def refuse(self, error: RequestError) -> None:
-        """Answers with the error, unless something was answered."""
+        """Answer with the error, unless something was answered."""
         if not self._begun:
             more = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
             await self.answer(error.status, chat_completions.error_body(error), more)
 
     async def answer(self, status: int, document: Any, more: list[tuple[bytes, bytes]] | None = None) -> None:
-        """Answers with a JSON document."""
+        """Answer with a JSON document."""
         body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(more or ())]
         self._begun = True
@@ -319,20 +319,20 @@ class HttpExchange:
             await self.send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Begins an answer of events."""
+        """Begin an answer of events."""
         self._begun = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         headers.append((b"x-accel-buffering", b"no"))
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes) -> None:
-        """Writes events, if there are any."""
+        """Write events, if there are any."""
         if events:
             async with asyncio.timeout(WRITE_SECONDS):
                 await self.send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_stream(self) -> None:
-        """Ends the answer."""
+        """End the answer."""
         async with asyncio.timeout(WRITE_SECONDS):
             await self.send({"type": "http.response.body", "body": b""})
 
@@ -367,7 +367,7 @@ def _own_address() -> str:
 
 
 def start(rows: Callable[[], Database] = database, host: str | None = None) -> SamplingServer:
-    """Serves in a thread of its own from now on, until the process ends.
+    """Serve in a thread of its own from now on, until the process ends.
 
     Args:
         rows: the database that knows the keys.
@@ -390,5 +390,5 @@ def start(rows: Callable[[], Database] = database, host: str | None = None) -> S
 
 @Once
 def sampling_server() -> SamplingServer:
-    """The server of this process, started at the first group of an agent's."""
+    """Return the server of this process, started at the first group of an agent's."""
     return start()

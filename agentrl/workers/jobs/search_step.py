@@ -29,7 +29,7 @@ log = getLogger("agentrl.search")
 
 
 def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
-    """Takes the search one step further; returns whether there is something to roll out.
+    """Take the search one step further; return whether there is something to roll out.
 
     Raises:
         Fenced: another process has it.

@@ -121,24 +121,24 @@ class ServedEpisodes:
         self._thread.start()
 
     def open(self, client: str) -> "Future[OpenEpisode]":
-        """Opens an episode for a client of that name.
+        """Open an episode for a client of that name.
 
         The future raises ServiceError where the database is away, and StateError where the run is over.
         """
         return self._order(partial(self._open, client, new_emit_key()))
 
     def is_open(self, episode: int) -> bool:
-        """Whether the episode takes calls."""
+        """Return whether the episode takes calls."""
         return episode in self._opened
 
     def end(self, episode: int, answer: str | None = None, rewards: Mapping[str, float] | None = None) -> "Future[None]":
-        """Ends an episode, after what is sampled for it was stopped; done once its rows say so."""
+        """End an episode, after what is sampled for it was stopped; done once its rows say so."""
         ended = self._ended.setdefault(episode, Future())
         self._order(partial(self._end, episode, AgentEnd(answer=answer, rewards=rewards)))
         return ended
 
     def close(self) -> None:
-        """Ends all episodes, and the run."""
+        """End all episodes, and the run."""
         self._closing.set()
         self._wake()
         self._thread.join()

@@ -62,7 +62,7 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Runs the call unless it already has an answer."""
+    """Run the call unless it already has an answer."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None:
@@ -145,7 +145,7 @@ def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """Runs the tool within its time limit; the tool's own errors become its result.
+    """Run the tool within its time limit; the tool's own errors become its result.
 
     Raises:
         InfraError: the system failed the tool.
@@ -181,7 +181,7 @@ def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patienc
 
 
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
-    """Runs a tool with a session on the notebook's next cell; the tool's own errors become its result.
+    """Run a tool with a session on the notebook's next cell; the tool's own errors become its result.
 
     Only the sandbox limits the time: a cell that outlived a limit of ours would run beside the next.
 
@@ -252,7 +252,7 @@ def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
 
 @lru_cache(maxsize=64)
 def load_toolset(db: Database, run: int) -> Mapping[str, Tool]:
-    """The tools of the run and of its env, by the name that the model writes."""
+    """Return the tools of the run and of its env, by the name that the model writes."""
     return Experiment.load(tool_calls.load_config(db, run)).tools
 
 

@@ -44,7 +44,7 @@ log = getLogger("agentrl.train")
 
 @app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
-    """Trains on the iteration, unless it is not ready, lacks groups with variance, is done, or another trainer has it."""
+    """Train on the iteration, unless it is not ready, lacks groups with variance, is done, or another trainer has it."""
     work = train_claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return

@@ -77,7 +77,7 @@ class Done(BaseModel):
 
 @router.post("/{kind}", response_model=Done)
 async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Response:
-    """Runs a command of agentrl, and answers what it printed."""
+    """Run a command of agentrl, and answer what it printed."""
     if not request.app.state.actions:
         raise AccessDenied("This page is read-only.", "Restart it with actions: agentrl ui --actions")
     words = await run_in_threadpool(make_words, store, kind, asked)
@@ -94,7 +94,7 @@ async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Resp
 
 
 def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
-    """The words of the command, after `agentrl`.
+    """Return the words of the command, after `agentrl`.
 
     Raises:
         ConfigError: something is missing, or it cannot be done with this episode.

@@ -21,13 +21,15 @@ _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """The value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as digits."""
+    """Return the value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as
+    digits.
+    """
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
 def plain(value: Any) -> Any:
-    """The value of JSON's own kinds."""
+    """Return the value of JSON's own kinds."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -44,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse(error: AgentRLError) -> Response:
-    """An error as `{error, hint}`, with the status that its kind has."""
+    """Return an error as `{error, hint}`, with the status that its kind has."""
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else {}
     return answer({"error": error.message, "hint": error.hint}, status, headers)

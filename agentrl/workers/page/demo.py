@@ -17,7 +17,7 @@ MODEL = "tiny-arithmetic"
 
 
 def open_demo() -> Settings:
-    """The settings of a copy of the demo's store, of this code's revision, which goes when the process ends.
+    """Return the settings of a copy of the demo's store, of this code's revision, which goes when the process ends.
 
     Raises:
         NotFoundError: it did not come with this installation.

@@ -75,7 +75,7 @@ class RequestGuard:
     """Refuses requests before the application sees them, and adds the headers that bind the browser."""
 
     def __init__(self, app: App, rules: Rules) -> None:
-        """Stands before the application."""
+        """Stand before the application."""
         self.app, self.rules = app, rules
         self._once = rules.once
 
@@ -184,7 +184,9 @@ def _hurried(receive: Receive) -> Receive:
 
 
 def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
-    """The names of a page that listens at `host`: those of loopback, the address itself, and `own` names of this machine."""
+    """Return the names of a page that listens at `host`: those of loopback, the address itself, and `own` names of this
+    machine.
+    """
     return frozenset(name.lower() for name in ("127.0.0.1", "localhost", "::1", host, *own) if name)
 
 

@@ -111,7 +111,7 @@ def write_export(
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Writes the run of that name or number into one file, and returns a sentence on what it left out; empty: nothing.
+    """Write the run of that name or number into one file, and return a sentence on what it left out; empty: nothing.
 
     Args:
         episodes: those that must be in it.

@@ -72,7 +72,7 @@ class Live:
     """All looks of a service. While nobody listens to a run, none is taken at it."""
 
     def __init__(self, store: ReadOnlyStore, is_ending: Callable[[], bool]) -> None:
-        """Takes the store, and whether the service is about to end."""
+        """Take the store, and whether the service is about to end."""
         self._store, self.is_ending = store, is_ending
         self._watches: dict[int | None, _Watch] = {}
 
@@ -82,7 +82,7 @@ class Live:
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """What is seen of the run, or of the list of all, whenever it moves; None after a silence."""
+        """Yield what is seen of the run, or of the list of all, whenever it moves; None after a silence."""
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
         if watch.task is None:
@@ -108,7 +108,7 @@ class Live:
                 self._watches.pop(run, None)
 
     async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
-        """What may be other than when `since` iterations were over, read once for all who ask with that mark."""
+        """Return what may be other than when `since` iterations were over, read once for all who ask with that mark."""
         read = self._watches[run].read
         task = read.get((mark, since))
         if task is None:
@@ -167,7 +167,7 @@ async def follow(
     since: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Response:
-    """What is new of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
+    """Return what is new of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
 
     The data of a run's change: `iterations`, rows of its curves that are new or may have changed; `run_row`, `progress`. That
     of the list is empty: it is asked for again. `since` or `Last-Event-ID`: the id of the last event that was seen.

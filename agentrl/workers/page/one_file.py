@@ -25,7 +25,7 @@ _TITLE = "<title>agentrl</title>"
 
 
 def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
-    """The document.
+    """Return the document.
 
     Args:
         title: what a browser's tab shows.
@@ -62,7 +62,7 @@ def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, by
 
 
 def embed(value: object) -> bytes:
-    """A value as JSON that can stand in a script element."""
+    """Return a value as JSON that can stand in a script element."""
     return embed_json(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
 
 
@@ -72,7 +72,7 @@ def embed_json(document: bytes) -> bytes:
 
 
 def join_modules(folder: Path, first: str) -> str:
-    """One module of `first` and all that it imports."""
+    """Return one module of `first` and all that it imports."""
     return "\n".join(_as_function(folder, name) for name in _in_order(folder, first, [])) + "\n"
 
 

@@ -33,7 +33,7 @@ class PageAddress:
 
 
 def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAddress:
-    """The rules of a page at that socket; the link has the token in it where one is wanted."""
+    """Return the rules of a page at that socket; the link has the token in it where one is wanted."""
     host, port = listening.getsockname()[:2]
     local = is_loopback(listening)
     everywhere = host in ("0.0.0.0", "::")
@@ -49,7 +49,7 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAdd
 
 
 def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
-    """Serves until SIGINT, SIGTERM or the end of the terminal."""
+    """Serve until SIGINT, SIGTERM or the end of the terminal."""
     app = application(store, actions=bool(rules.action_token))
     server = make_server(RequestGuard(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
     signal.signal(signal.SIGTERM, _end)

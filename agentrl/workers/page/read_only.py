@@ -42,7 +42,7 @@ class ReadOnlyStore:
     """A store that is only read. Each query has a connection of its own: a page that is left open holds nothing."""
 
     def __init__(self, where: Settings) -> None:
-        """Takes the settings that name its database."""
+        """Take the settings that name its database."""
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""

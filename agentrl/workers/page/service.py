@@ -21,7 +21,7 @@ SMALLEST_ZIPPED = 1000
 
 
 def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
-    """Makes the application over a store."""
+    """Make the application over a store."""
     from agentrl.workers.page import action_routes, live_routes
     from agentrl.workers.page.routes import (
         annotation_routes,

@@ -23,7 +23,7 @@ SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
 def resolve_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
-    """Checks the run's agent, where it has one; returns the config with whose rewards count.
+    """Check the run's agent, where it has one; return the config with whose rewards count.
 
     An agent's own rewards are the run's where nothing else gives any.
 
@@ -52,7 +52,7 @@ def resolve_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
-    """Checks that an agent's function can be called with a task, a model and the run's texts, of which these are the names.
+    """Check that an agent's function can be called with a task, a model and the run's texts, of which these are the names.
 
     Raises:
         ConfigError: it cannot.
@@ -112,7 +112,7 @@ def _check_class(name: str, agent: Any) -> None:
 
 
 def remark_on_agent(made: Experiment) -> Iterator[str]:
-    """What a person should know of the agent before it runs."""
+    """Yield what a person should know of the agent before it runs."""
     asked = made.config.agent
     if asked is None:
         return

@@ -38,14 +38,14 @@ class Sides:
         return compare_rewards(self.one, self.other)
 
     def compare_means(self, seed: int = 0) -> PairedComparison:
-        """The difference of their rewards on the tasks that both have a reward for."""
+        """Return the difference of their rewards on the tasks that both have a reward for."""
         first, second = (
             {task: mean for task, mean in side.items() if mean is not None and math.isfinite(mean)} for side in self.means
         )
         return compare_paired(first, second, seed)
 
     def compare_rights(self, seed: int = 0) -> PairedComparison:
-        """The difference of their shares of right episodes; without a task where nothing says what is right."""
+        """Return the difference of their shares of right episodes; without a task where nothing says what is right."""
         return compare_paired(*self.rights, seed)
 
     @property
@@ -55,7 +55,7 @@ class Sides:
 
 
 def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
-    """What two evaluations, as `find_evals` gives them, made of their tasks."""
+    """Return what two evaluations, as `find_evals` gives them, made of their tasks."""
     means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))
     return Sides(one, other, means, (load_right_shares(db, one), load_right_shares(db, other)))
 
@@ -70,7 +70,7 @@ def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
 
 
 def right_by_names(row: Row) -> list[str]:
-    """The names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
+    """Return the names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
     told = row["manifest"].get("right_by", {})
     if told.get("correct"):
         return sorted(told["correct"])
@@ -81,7 +81,7 @@ def right_by_names(row: Row) -> list[str]:
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
-    """The parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
+    """Return the parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}
@@ -96,7 +96,7 @@ def compare_rewards(one: Row, other: Row) -> int:
 
 
 def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
-    """Remarks on other causes of a difference than the policies, a sentence each.
+    """Remark on other causes of a difference than the policies, a sentence each.
 
     Args:
         accuracies: whether the shares of right episodes are compared.

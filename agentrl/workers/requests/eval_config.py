@@ -40,7 +40,7 @@ def eval_config(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """The config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
+    """Return the config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
 
     Args:
         dataset: None: the run's.
@@ -74,7 +74,7 @@ def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_values(config: RunConfig) -> dict[str, Any]:
-    """The values of the config that affect how episodes are made, for a run without updates."""
+    """Return the values of the config that affect how episodes are made, for a run without updates."""
     return {key: value for key, value in config.flat().items() if not key.startswith(TRAINING_KEYS)}
 
 
@@ -89,7 +89,7 @@ def sampling_differences(first: Mapping[str, Any], second: Mapping[str, Any]) ->
 
 
 def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored config that affect how its episodes are made; see `sampling_differences`."""
+    """Return the values of a stored config that affect how its episodes are made; see `sampling_differences`."""
     values = _comparable_values(config)
     keys = [key for key in values if key.startswith("rollout.") and key.removeprefix("rollout.") not in NEUTRAL_ROLLOUT_KEYS]
     of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "strict_calls", "chat_template")
@@ -106,7 +106,7 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:
-    """The config with all of its tasks in one iteration.
+    """Return the config with all of its tasks in one iteration.
 
     Raises:
         ConfigError: there are too many tasks.

@@ -45,7 +45,7 @@ class ForkRequest:
 
 
 def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
-    """Checks the request and makes the submission of the fork run; writes nothing.
+    """Check the request and make the submission of the fork run; write nothing.
 
     Raises:
         NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the fault, in one sentence.

@@ -90,7 +90,7 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Reads the traces; writes nothing.
+    """Read the traces; write nothing.
 
     Args:
         config, ref: of the policy that sampled them, or whose template renders them; None: the model that the config names.

@@ -113,7 +113,7 @@ class WorkerCheck:
 def requirements_of(
     config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
 ) -> Requirements:
-    """The requirements of a run, with this process's digests.
+    """Return the requirements of a run, with this process's digests.
 
     Args:
         rolls_out: whether the run makes episodes; else it trains on stored ones.
@@ -126,14 +126,15 @@ def requirements_of(
 
 
 def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
-    """The queues that a run needs; that of agents only where one decides its turns."""
+    """Return the queues that a run needs; that of agents only where one decides its turns."""
     if not rolls_out:
         return ("train",)
     return QUEUES if config.agent is None else ALL_QUEUES
 
 
 def ask_workers(asked: Requirements, workers: int | None = None) -> list[WorkerCheck]:
-    """The answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that does not
+    """Return the answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that
+    does not
     answer has no entry.
 
     Args:
@@ -166,7 +167,7 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 
 @inspect_command(name=COMMAND, args=[("question", dict)], visible=False)  # type: ignore[untyped-decorator]
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
+    """Check whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
     return _answer_question(Requirements(**question), [role for role in ALL_QUEUES if role in served])
 
@@ -194,7 +195,7 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requiremen
 
 
 def import_agent(made: Experiment) -> str:
-    """The source of the module of the run's agent, a function, which is imported here.
+    """Return the source of the module of the run's agent, a function, which is imported here.
 
     Raises:
         ConfigError: it cannot be imported, or called.
@@ -208,7 +209,8 @@ def import_agent(made: Experiment) -> str:
 
 
 def read_agent(made: Experiment) -> str:
-    """`import_agent` as a worker for agents does it, which holds secrets and itself imports none: in the interpreter that will
+    """Return `import_agent` as a worker for agents does it, which holds secrets and itself imports none: in the interpreter
+    that will
     fork them. A function for the sandbox is not imported outside of it.
 
     Raises:
@@ -230,7 +232,7 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(asked: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Lists what this process lacks to serve the run in these roles, a sentence each.
+    """List what this process lacks to serve the run in these roles, a sentence each.
 
     Args:
         agent: imports the run's agent, and has its source.
@@ -351,7 +353,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def list_differences(asked: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
-    """The names of variables and files in which this process differs from the command that asks.
+    """Return the names of variables and files in which this process differs from the command that asks.
 
     Args:
         agent: imports the run's agent, and has its source.

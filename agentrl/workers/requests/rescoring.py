@@ -18,7 +18,7 @@ from agentrl.workflow.store.run_format import check_format
 
 
 def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
-    """Adds a reward set to the run and returns a summary.
+    """Add a reward set to the run and return a summary.
 
     Args:
         rewards: `NAME` or `NAME=WEIGHT` each, where a name may be `package.module:function`.

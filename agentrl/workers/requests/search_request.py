@@ -26,7 +26,7 @@ class SearchedTasks:
 
 
 def check_resources(made: Experiment) -> None:
-    """Checks that somebody reads the run's texts.
+    """Check that somebody reads the run's texts.
 
     Raises:
         ConfigError: the built-in loop has no such text.
@@ -40,7 +40,7 @@ def check_resources(made: Experiment) -> None:
 
 
 def resolve_texts(made: Experiment) -> RunConfig:
-    """The config of a search with the texts that it begins with, and whom it asks.
+    """Return the config of a search with the texts that it begins with, and whom it asks.
 
     Raises:
         ConfigError: there are none, or its critic is named nowhere.
@@ -68,7 +68,8 @@ def _chooses(found: object) -> bool:
 
 
 def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
-    """Which tasks are for learning, for choosing, and held out: those of `eval`, where it names some, else a part of these.
+    """Return which tasks are for learning, for choosing, and held out: those of `eval`, where it names some, else a part of
+    these.
 
     Raises:
         ConfigError: there are too few.

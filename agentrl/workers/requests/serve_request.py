@@ -45,7 +45,8 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """The config that serves a policy of a run with `config`: its model and its sampling, without env, rewards and hooks.
+    """Return the config that serves a policy of a run with `config`: its model and its sampling, without env, rewards and
+    hooks.
 
     Args:
         name: of the run; None: `serve-N`.
@@ -61,7 +62,7 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """The run as it is stored.
+    """Return the run as it is stored.
 
     Args:
         of: the name of the run whose policy it is; empty for a model.
@@ -80,7 +81,7 @@ def recorded_submission(
     tasks: Sequence[Task] = (),
     weights: Mapping[str, float] | None = None,
 ) -> Submission:
-    """A run that plans nothing: whoever submits it adds the episodes. Without a chosen name it is called after its kind.
+    """Return a run that plans nothing: whoever submits it adds the episodes. Without a chosen name it is called after its kind.
 
     Args:
         told: what its manifest says beside what all say.

@@ -34,7 +34,7 @@ ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_
 
 
 def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> PreparedRun:
-    """Checks the request and makes the submission; writes nothing.
+    """Check the request and make the submission; write nothing.
 
     Args:
         asked: the config, with `source` given.
@@ -102,7 +102,7 @@ class StoredGroups:
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """Loads the finished groups that the source names, with at least `least` done episodes each.
+    """Load the finished groups that the source names, with at least `least` done episodes each.
 
     Args:
         policy: the weights to start from; unset: those that the first of the runs started from.

@@ -292,7 +292,7 @@ def _rewards_to_check(made: Experiment) -> tuple[str, ...]:
 
 
 def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:
-    """The experiment as a run to submit; without a chosen name it gets the first free one of the stem.
+    """Return the experiment as a run to submit; without a chosen name it gets the first free one of the stem.
 
     Raises:
         ConfigError: the name reads as a number, or no checkpoint can be written to the run's folder.
@@ -336,7 +336,7 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
-    """The run that measures this one's first policy, if `eval.every` is set.
+    """Return the run that measures this one's first policy, if `eval.every` is set.
 
     Raises:
         AgentRLError: as in `prepare`, on the held-out tasks.
@@ -353,7 +353,7 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
 
 
 def list_remarks(submission: Submission) -> tuple[str, ...]:
-    """Remarks on the run's training and its evaluations."""
+    """Remark on the run's training and its evaluations."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
@@ -371,7 +371,7 @@ def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Remarks on trackers whose packages are not installed here; the control loop may run elsewhere."""
+    """Remark on trackers whose packages are not installed here; the control loop may run elsewhere."""
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
             yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
@@ -425,7 +425,7 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
-    """Writes the run, or finds the one of this name, and sends its first iteration.
+    """Write the run, or find the one of this name, and send its first iteration.
 
     Raises:
         ConflictError: the name belongs to another run.
@@ -445,7 +445,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
-    """Writes the run as failed before it began, or finds the one of this name; `resume` sets it going.
+    """Write the run as failed before it began, or find the one of this name; `resume` sets it going.
 
     Raises:
         ConflictError: the name belongs to another run.
@@ -516,7 +516,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Checks that checkpoints can be written to the folder or URL from here.
+    """Check that checkpoints can be written to the folder or URL from here.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -546,7 +546,7 @@ def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
 
 
 def manifest(config: RunConfig) -> dict[str, Any]:
-    """The facts besides its config that one needs to repeat the run."""
+    """Return the facts besides its config that one needs to repeat the run."""
     return {
         "id": uuid4().hex,
         "agentrl": __version__,

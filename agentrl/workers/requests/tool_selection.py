@@ -32,14 +32,14 @@ class Description:
 
     @classmethod
     def of(cls, tool: Tool) -> "Description":
-        """The description of the tool."""
+        """Return the description of the tool."""
         told = tool.schema["function"]
         limits = (tool.timeout_seconds, tool.max_characters, tool.memory_mb)
         return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
-    """The tools of the env and the named ones, as a run of that env with these `tools` would have them.
+    """Return the tools of the env and the named ones, as a run of that env with these `tools` would have them.
 
     Raises:
         ConfigError: there are none, a name has no tool or two, or this machine lacks what a tool needs.

@@ -45,7 +45,7 @@ def prepare_whatif(
     convention: str | None,
     assignments: Sequence[str],
 ) -> WhatIfRequest:
-    """Checks the request.
+    """Check the request.
 
     Args:
         iteration: None: the last trained one.

@@ -43,12 +43,12 @@ class ApiError(Exception):
 
 
 def as_json(value: Any) -> bytes:
-    """The value as compact JSON."""
+    """Return the value as compact JSON."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(body: bytes) -> bytes:
-    """An error's body as an event of a stream that has begun."""
+    """Return an error's body as an event of a stream that has begun."""
     return b"data: " + body + b"\n\n"
 
 
@@ -59,52 +59,52 @@ def unknown_key() -> ApiError:
 
 
 def no_route(routes: str) -> ApiError:
-    """A path that is not served."""
+    """Return a path that is not served."""
     return ApiError(404, f"Unknown path. Paths: {routes}.", "unknown_url")
 
 
 def no_model(asked: str, served: str) -> ApiError:
-    """A look-up of a model that is not served. Calls may name any model."""
+    """Return a look-up of a model that is not served. Calls may name any model."""
     return ApiError(404, f"Unknown model {asked[:100]!r}. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:
-    """A path that is served, by another method."""
+    """Return a path that is served, by another method."""
     return ApiError(405, f"This path supports only {allow}.", "method_not_allowed", allow=allow)
 
 
 def long_head(most: int) -> ApiError:
-    """A path and headers over the limit."""
+    """Return a path and headers over the limit."""
     return ApiError(431, f"The path and the headers have more than {most} bytes.", "headers_too_large")
 
 
 def encoded_body() -> ApiError:
-    """A compressed body, whose size nobody knows."""
+    """Return a compressed body, whose size nobody knows."""
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
 def wrong_type(known: str) -> ApiError:
-    """A body of another content type."""
+    """Return a body of another content type."""
     return ApiError(415, f"The body's Content-Type must be {known}.", "unsupported_media_type")
 
 
 def too_large(most: int) -> ApiError:
-    """A body over the limit."""
+    """Return a body over the limit."""
     return ApiError(413, f"The body has more than {most} bytes.", "request_too_large")
 
 
 def too_slow(seconds: float) -> ApiError:
-    """A body that did not come."""
+    """Return a body that did not come."""
     return ApiError(408, f"The body was not received within {seconds:g} s.", "request_timeout")
 
 
 def over(episode: int, why: str) -> ApiError:
-    """The episode takes no more calls."""
+    """Return the episode takes no more calls."""
     return ApiError(409, f"Episode {episode} {why}. Calls of it are no longer accepted.", "episode_over", final=True)
 
 
 def too_many(what: str) -> ApiError:
-    """More open calls than there may be."""
+    """Return more open calls than there may be."""
     return ApiError(429, f"{what}. Wait for some to end.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
@@ -115,7 +115,7 @@ def no_holder(seconds: float) -> ApiError:
 
 
 def broken(seconds: float) -> ApiError:
-    """The database is away."""
+    """Return the database is away."""
     return ApiError(
         503,
         f"The database did not answer for {seconds:g} s. Send the call again.",
@@ -126,7 +126,7 @@ def broken(seconds: float) -> ApiError:
 
 
 def differs() -> ApiError:
-    """A reply that was begun and cannot be finished."""
+    """Return a reply that was begun and cannot be finished."""
     return ApiError(
         500,
         "The response was interrupted, and its repetition differs. Send the call again.",
@@ -136,5 +136,5 @@ def differs() -> ApiError:
 
 
 def internal() -> ApiError:
-    """A mistake of the endpoint itself."""
+    """Return a mistake of the endpoint itself."""
     return ApiError(500, "The endpoint failed; the reason is in its log.", "internal_error", "server_error")

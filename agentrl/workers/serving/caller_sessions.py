@@ -47,7 +47,7 @@ class ServedSessions:
         self._threads = ThreadPoolExecutor(most, "session")  # one per session: cells that wait for a core block no other
 
     def open(self) -> str:
-        """Opens a session and returns its name.
+        """Open a session and return its name.
 
         Raises:
             StateError: the most sessions are open already.
@@ -61,7 +61,7 @@ class ServedSessions:
         return name
 
     async def run(self, name: str, call: Callable[[Notebook], Answer]) -> Answer:
-        """Runs the call in a thread, after the session's earlier calls, and returns its answer.
+        """Run the call in a thread, after the session's earlier calls, and return its answer.
 
         Raises:
             NotFoundError: no session of that name is open, or it was closed before the call's turn.
@@ -84,7 +84,7 @@ class ServedSessions:
                 self._start_idle_timer(name)
 
     async def close(self, name: str) -> None:
-        """Ends the session, after the call that runs in it; waiting calls find it closed.
+        """End the session, after the call that runs in it; waiting calls find it closed.
 
         Raises:
             NotFoundError: no session of that name is open.
@@ -95,7 +95,7 @@ class ServedSessions:
         await self._end_session(name)
 
     def end(self) -> None:
-        """Ends all sessions, once the event loop has ended."""
+        """End all sessions, once the event loop has ended."""
         for session in self._sessions.values():
             session.notebook.close()
 

@@ -58,13 +58,13 @@ class Episodes(Protocol):
     """Who opens and ends episodes, in a thread of its own."""
 
     def open(self, client: str) -> "Future[Any]":
-        """Opens an episode for a client of that name; gives an `OpenedEpisode`."""
+        """Open an episode for a client of that name; give an `OpenedEpisode`."""
 
     def is_open(self, episode: int) -> bool:
-        """Whether the episode takes calls; it may have failed."""
+        """Return whether the episode takes calls; it may have failed."""
 
     def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
-        """Ends the episode."""
+        """End the episode."""
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class ClientDoor:
                 self._rest(who, client)
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """Ends the client's episode, with the answer and the rewards that the body names."""
+        """End the client's episode, with the answer and the rewards that the body names."""
         who = self._identify(shown, headers)  # before anything is kept of who may not
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)

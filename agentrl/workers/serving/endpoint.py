@@ -36,7 +36,7 @@ GOODBYE_SECONDS = 2
 
 
 def run(host: str = LOOPBACK, port: int | None = None) -> None:
-    """Serves until SIGTERM, at the supervisor's socket where it handed one on.
+    """Serve until SIGTERM, at the supervisor's socket where it handed one on.
 
     Raises:
         ServiceError: the database is not there, or the address is taken.
@@ -60,12 +60,12 @@ def _listener(host: str, port: int | None) -> socket.socket:
 
 
 def make_server(app: Endpoint) -> uvicorn.Server:
-    """The HTTP server of the endpoint, or of a policy that is served."""
+    """Return the HTTP server of the endpoint, or of a policy that is served."""
     return guarded_http.make_server(app, MAX_HEAD_BYTES, GOODBYE_SECONDS)
 
 
 async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:
-    """Serves at the socket until the server is told to exit, and closes what the application holds."""
+    """Serve at the socket until the server is told to exit, and close what the application holds."""
     sweeping = asyncio.create_task(sweep(server.server_state.connections))
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
@@ -88,7 +88,7 @@ async def _run(database: Database, listening: socket.socket, url: str) -> None:
 
 
 async def publish(database: Database, url: str, lease: float) -> None:
-    """Keeps the URL in the rows."""
+    """Keep the URL in the rows."""
     while True:
         try:
             await asyncio.to_thread(leases.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
@@ -104,7 +104,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def raise_file_limit() -> None:
-    """Lets this process have as many connections as it may: two for each open call."""
+    """Let this process have as many connections as it may: two for each open call."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -74,14 +74,15 @@ class Authenticator(Protocol):
         """Origins of pages that may read the answers."""
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
-        """The name of the run that a call would reach.
+        """Return the name of the run that a call would reach.
 
         Raises:
             ApiError: it would not be let in.
         """
 
     def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
-        """The key of the attempt that the call belongs to, for as long as the call is open: the one that writes annotations,
+        """Return the key of the attempt that the call belongs to, for as long as the call is open: the one that writes
+        annotations,
         if that is what the path is for, else the one that samples.
 
         Raises:
@@ -89,7 +90,8 @@ class Authenticator(Protocol):
         """
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """The answer, as JSON, to a call of one of the door's own paths, whose body of at most so many bytes `read` reads.
+        """Return the answer, as JSON, to a call of one of the door's own paths, whose body of at most so many bytes `read`
+        reads.
 
         Raises:
             ApiError: there is none.
@@ -132,7 +134,7 @@ def _checked(shown: str) -> str:
 
 
 async def find_place(places: Places, key: str) -> AttemptLocation | None:
-    """The place of the attempt with that key.
+    """Return the place of the attempt with that key.
 
     Raises:
         ApiError: the database is away.
@@ -159,7 +161,7 @@ class Endpoint:
     _turns: "WeakValueDictionary[str, asyncio.Lock]" = field(default_factory=WeakValueDictionary)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Answer one request."""
         if scope["type"] != "http":
             return
         exchange = AsgiExchange(receive, send)

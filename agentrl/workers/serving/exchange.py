@@ -33,34 +33,34 @@ class AsgiExchange:
         self._unread = True
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """Sends the status and the headers."""
+        """Send the status and the headers."""
         self._begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def write(self, piece: bytes, more: bool) -> None:
-        """Sends bytes, once the client has taken most of those before."""
+        """Send bytes, once the client has taken most of those before."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
-        """Sends a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
+        """Send a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
         await self._drain()
         told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
         await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
         await self.write(body, False)
 
     async def answer_empty(self, headers: Headers) -> None:
-        """Reads the rest of the request, then sends an answer without a body."""
+        """Read the rest of the request, then send an answer without a body."""
         await self._drain()
         await self.begin(204, headers)
         await self.write(b"", False)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answers with the error; where another answer was begun, uvicorn closes the connection."""
+        """Answer with the error; where another answer was begun, uvicorn closes the connection."""
         if not self._begun:
             await self.answer(error.status, error.body, error.headers)
 
     async def body(self, length: bytes, most: int, seconds: float, take: Callable[[int], None]) -> bytes:
-        """Reads the body, of so many bytes at most within so many seconds; `take` is told of each piece before it is kept.
+        """Read the body, of so many bytes at most within so many seconds; `take` is told of each piece before it is kept.
 
         Raises:
             ApiError: it is too large, or does not come.
@@ -82,7 +82,7 @@ class AsgiExchange:
         return bytes(found)
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Waits for the work, and cancels it when the client hangs up."""
+        """Wait for the work, and cancel it when the client hangs up."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
         try:

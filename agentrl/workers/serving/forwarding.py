@@ -58,7 +58,7 @@ class Forward:
     def __init__(
         self, call: Call, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
     ) -> None:
-        """Takes the two ways to the client, and two times in seconds.
+        """Take the two ways to the client, and two times in seconds.
 
         Args:
             call: what to forward.
@@ -80,7 +80,7 @@ class Forward:
         self._heard_at = time.monotonic()
 
     async def run(self) -> None:
-        """Forwards until the answer is whole.
+        """Forward until the answer is whole.
 
         Raises:
             ApiError: before anything was sent: what to answer instead.
@@ -228,7 +228,7 @@ class _Said(ApiError):
 
 
 def require_open(place: AttemptLocation | None) -> AttemptLocation:
-    """The place, if there is one whose episode goes on.
+    """Return the place, if there is one whose episode goes on.
 
     Raises:
         ApiError: 401 or 409.

@@ -37,7 +37,7 @@ class GuardedProtocol(H11Protocol):
         self._unread: tuple[int, float] = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection, unless there are too many."""
+        """Take the connection, unless there are too many."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WAITING_BYTES)
         transport.max_size = 4 * WAITING_BYTES  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
@@ -45,7 +45,7 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
 
     def check(self, now: float) -> None:
-        """Cuts the connection if the client has been silent or has read nothing for too long."""
+        """Cut the connection if the client has been silent or has read nothing for too long."""
         waits = self.transport.get_write_buffer_size()
         if waits == 0 or waits < self._unread[0] or self._unread[0] == 0:
             self._unread = (waits, now)
@@ -59,12 +59,12 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort() if waits else self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Begins the wait for the next request anew."""
+        """Begin the wait for the next request anew."""
         self._silent_since = None
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no HTTP, in the shape of the API, and closes."""
+        """Refuse what is no HTTP, in the shape of the API, and closes."""
         error = ApiError(400, msg, "invalid_http")
         length = (b"content-length", str(len(error.body)).encode())
         head = h11.Response(
@@ -77,7 +77,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn.Server:
-    """The HTTP server of an application, without logs: hang-ups and bad requests are everyday, and paths hold keys.
+    """Return the HTTP server of an application, without logs: hang-ups and bad requests are everyday, and paths hold keys.
 
     Args:
         most_head_bytes: of a path with its headers.
@@ -102,7 +102,7 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
 
 
 async def sweep(connections: set[Any]) -> None:
-    """Checks all connections again and again."""
+    """Check all connections again and again."""
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         now = time.monotonic()

@@ -26,7 +26,7 @@ class Places:
         self._thread = ThreadPoolExecutor(1, "rows")
 
     async def find(self, key_hash: str, fresh: bool = False) -> AttemptLocation | None:
-        """The place of the key with that hash; None if no attempt has it.
+        """Return the place of the key with that hash; None if no attempt has it.
 
         Args:
             fresh: read it now, whatever was read before.
@@ -44,7 +44,7 @@ class Places:
         return await asyncio.shield(waiting)  # others may wait for it too
 
     def close(self) -> None:
-        """Ends the thread, after its query."""
+        """End the thread, after its query."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_all(self) -> None:

@@ -54,7 +54,7 @@ class Served:
 def serve_policy(
     db: Database, run: ServedRun, experiment: Experiment, policy: OpenPolicy, listening: socket.socket, how: Serving
 ) -> Served:
-    """Serves until SIGTERM, SIGINT or the end of the run; every episode has ended then.
+    """Serve until SIGTERM, SIGINT or the end of the run; every episode has ended then.
 
     Raises:
         ServiceError: the database is away, or nothing more can be listened at.
@@ -117,7 +117,7 @@ def unrecorded_database() -> Iterator[Database]:
 
 
 def open_run(db: Database, submission: Submission, worker: str) -> ServedRun:
-    """Writes the run, after those whose process is gone were ended and what is kept no longer was forgotten.
+    """Write the run, after those whose process is gone were ended and what is kept no longer was forgotten.
 
     Raises:
         ConflictError: its name is taken.

@@ -91,7 +91,7 @@ _SESSION_HINT = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/cal
 
 
 def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions) -> FastAPI:
-    """Makes the application with the routes of these tools."""
+    """Make the application with the routes of these tools."""
     guard = Depends(_token_check(token))
     app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
 
@@ -106,34 +106,34 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
     @app.get("/tools", responses={401: _PROBLEMS[401]})
     async def list_tools() -> list[Description]:
-        """All tools."""
+        """Return all tools."""
         return [Description.of(tool) for tool in tools.values()]
 
     @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _SESSION_PROBLEMS, openapi_extra=_BODY)
     async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
-        """Runs the tool; what it says to wrong arguments is an answer too."""
+        """Run the tool; what it says to wrong arguments is an answer too."""
         if tool.name in kept:
             raise HTTPException(409, f"{tool.name!r} needs a session. {_SESSION_HINT}")
         return await run_in_threadpool(_call_answer, tool, await _arguments(request))
 
     @app.get("/tools/{name:path}", responses=_PROBLEMS)
     async def describe_tool(tool: Annotated[Tool, Depends(require_tool)]) -> Description:
-        """One tool: its schema, effects and limits."""
+        """Return one tool: its schema, effects and limits."""
         return Description.of(tool)
 
     @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many sessions are open"}})
     async def open_session() -> SessionInfo:
-        """Opens a session."""
+        """Open a session."""
         return SessionInfo(sessions.open(), kept, sessions.idle_seconds)
 
     @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
     async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
-        """Runs the tool after the session's calls that came before; what it keeps lasts until the session ends."""
+        """Run the tool after the session's calls that came before; what it keeps lasts until the session ends."""
         return await sessions.run(session, partial(_call_answer, tool, await _arguments(request)))
 
     @app.delete("/sessions/{session}", status_code=204, responses=_PROBLEMS)
     async def close_session(session: str) -> None:
-        """Ends a session, after the call that runs in it; calls that wait for their turn find it closed."""
+        """End a session, after the call that runs in it; call that wait for their turn find it closed."""
         await sessions.close(session)
 
     return app
@@ -199,7 +199,7 @@ def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) 
 
 @contextmanager
 def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
-    """Opens a socket that listens at the address; port 0 takes a free one. `guarded`: the user chose the token.
+    """Open a socket that listens at the address; port 0 takes a free one. `guarded`: the user chose the token.
 
     Raises:
         ConfigError: other machines could reach the address, and the user chose no token.
@@ -226,7 +226,7 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
 
 @contextmanager
 def listen_at_path(path: Path) -> Iterator[socket.socket]:
-    """Opens a Unix socket at the path, for this user alone; replaces one that a killed server left there.
+    """Open a Unix socket at the path, for this user alone; replace one that a killed server left there.
 
     Raises:
         ServiceError: the path cannot be listened at, or another server listens there.
@@ -260,7 +260,7 @@ def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
 
 
 def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:
-    """Serves the tools until SIGTERM; begun calls are answered first, then all sessions end."""
+    """Serve the tools until SIGTERM; begun calls are answered first, then all sessions end."""
     sessions = ServedSessions()
     longest = max(tool.timeout_seconds for tool in tools.values())
     config = uvicorn.Config(

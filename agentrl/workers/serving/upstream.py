@@ -36,7 +36,7 @@ class Connection:
         self.used = False
 
     async def send(self, method: str, path: str, headers: Sent, body: bytes) -> None:
-        """Sends a request.
+        """Send a request.
 
         Raises:
             Broken: the connection broke, or the worker reads no more.
@@ -57,7 +57,7 @@ class Connection:
             raise Broken(type(error).__name__) from None
 
     async def head(self) -> tuple[int, Headers]:
-        """The status and headers of the answer. It may be called again after it was cancelled.
+        """Return the status and headers of the answer. It may be called again after it was cancelled.
 
         Raises:
             Broken: the connection broke.
@@ -70,7 +70,7 @@ class Connection:
                 raise Broken(type(found).__name__)
 
     async def piece(self) -> bytes | None:
-        """The next bytes of the answer's body, None after the last. It may be called again after it was cancelled.
+        """Return the next bytes of the answer's body, None after the last. It may be called again after it was cancelled.
 
         Raises:
             Broken: the connection broke.
@@ -92,12 +92,12 @@ class Connection:
         return found
 
     def is_reusable(self) -> bool:
-        """Whether it can take another request, as far as this side knows."""
+        """Return whether it can take another request, as far as this side knows."""
         open_here = not (self._writer.is_closing() or self._reader.at_eof())
         return open_here and self._http.our_state is h11.IDLE and time.monotonic() - self.rested_at < IDLE_SECONDS
 
     def rest(self) -> bool:
-        """Makes it ready for another request; False if it cannot be."""
+        """Make it ready for another request; False if it cannot be."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -105,7 +105,7 @@ class Connection:
         return self.is_reusable()
 
     def cut(self) -> None:
-        """Closes it at once."""
+        """Close it at once."""
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 
@@ -117,7 +117,7 @@ class Upstreams:
         self._idle: dict[str, list[Connection]] = defaultdict(list)
 
     async def take(self, address: str) -> Connection:
-        """A connection to the address.
+        """Return a connection to the address.
 
         Raises:
             Broken: none can be made.
@@ -137,7 +137,7 @@ class Upstreams:
         return Connection(address, reader, writer)
 
     def give_back(self, connection: Connection) -> None:
-        """Keeps the connection for another call, or closes it."""
+        """Keep the connection for another call, or close it."""
         for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
             del self._idle[address]
         kept = self._idle[connection.address]
@@ -154,7 +154,7 @@ class Upstreams:
         return bool(kept)
 
     def close(self) -> None:
-        """Closes all that rest."""
+        """Close all that rest."""
         for kept in self._idle.values():
             for connection in kept:
                 connection.cut()

@@ -49,7 +49,8 @@ def server_hint() -> str:
 
 
 def socket_path(where: Settings) -> Path:
-    """The path of the private Redis' socket: in the data folder, or in a temporary one if that path is too long for a socket.
+    """Return the path of the private Redis' socket: in the data folder, or in a temporary one if that path is too long for a
+    socket.
 
     Raises:
         ServiceError: the temporary folder exists, and other users may write in it.
@@ -77,7 +78,7 @@ def _check_private(folder: Path) -> None:
 
 
 def broker_url(where: Settings) -> str:
-    """The URL of the broker, for Celery."""
+    """Return the URL of the broker, for Celery."""
     if where.broker_url:
         return _with_password(where.broker_url, where.broker_password)
     if find_server(where) is None:
@@ -95,7 +96,7 @@ def _with_password(url: str, password: str) -> str:
 
 
 def redis_url(where: Settings) -> str:
-    """The URL of the broker's Redis, for redis-py."""
+    """Return the URL of the broker's Redis, for redis-py."""
     url = broker_url(where)
     if not url.startswith(SOCKET_SCHEME):
         return url
@@ -103,12 +104,12 @@ def redis_url(where: Settings) -> str:
 
 
 def is_in_memory(where: Settings) -> bool:
-    """Whether the stack is one process, and messages can be sent only inside it."""
+    """Return whether the stack is one process, and messages can be sent only inside it."""
     return broker_url(where) == MEMORY
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Starts the private Redis on its socket; it writes every command to its append-only file.
+    """Start the private Redis on its socket; it writes every command to its append-only file.
 
     Raises:
         ServiceError: there is no server to start, or it does not start.
@@ -139,7 +140,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
 
 
 def end_server(where: Settings) -> None:
-    """Stops the private Redis if one answers; its data are in its append-only file."""
+    """Stop the private Redis if one answers; its data are in its append-only file."""
     import redis
 
     try:
@@ -150,14 +151,14 @@ def end_server(where: Settings) -> None:
 
 
 def connect_redis(where: Settings) -> "redis.Redis":
-    """A connection to the broker's Redis that fails fast."""
+    """Return a connection to the broker's Redis that fails fast."""
     import redis
 
     return redis.Redis.from_url(redis_url(where), socket_connect_timeout=2, socket_timeout=5)
 
 
 def is_answering(where: Settings) -> bool:
-    """Whether the broker's Redis answers a ping; a broker in memory always does."""
+    """Return whether the broker's Redis answers a ping; a broker in memory always does."""
     return _silence_reason(where) is None
 
 
@@ -178,7 +179,7 @@ def _silence_reason(where: Settings) -> str | None:
 
 
 def require_broker(where: Settings) -> None:
-    """Checks that the broker answers.
+    """Check that the broker answers.
 
     Raises:
         ServiceError: it does not.

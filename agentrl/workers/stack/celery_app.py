@@ -34,7 +34,7 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
-    """The queue of a job: the one its name begins with, unless a host's own tools queue was asked for."""
+    """Return the queue of a job: the one its name begins with, unless a host's own tools queue was asked for."""
     asked = options.get("queue")
     asked = getattr(asked, "name", asked)
     if asked and _HOST_QUEUE.fullmatch(asked):
@@ -49,13 +49,13 @@ def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None,
 
 @Once
 def own_queue() -> str:
-    """The queue that this process alone reads, for calls in its sessions."""
+    """Return the queue that this process alone reads, for calls in its sessions."""
     host = re.sub(r"[^a-z0-9.-]", "-", socket.gethostname().lower()).strip(".-")[:32] or "host"
     return f"tools.{host}-{os.getpid()}-{uuid4().hex[:8]}"
 
 
 def row_id(value: object) -> int:
-    """Checks that a value can be a row's id, and returns it: anybody who reaches the broker can write a message.
+    """Check that a value can be a row's id, and return it: anybody who reaches the broker can write a message.
 
     Raises:
         ConfigError: the value cannot be an id.
@@ -66,7 +66,7 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """Makes the app for these settings. Without any one of the options below, a tested fault breaks chords."""
+    """Make the app for these settings. Without any one of the options below, a tested fault breaks chords."""
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),
@@ -122,14 +122,14 @@ def _broker_options(where: Settings) -> dict[str, Any]:
 
 
 def use_broker(where: Settings) -> None:
-    """Turns the app to the broker of these settings, while no worker of this process runs."""
+    """Turn the app to the broker of these settings, while no worker of this process runs."""
     app.conf.update(**_broker_options(where))
     app._after_fork()  # its connections are those of the broker before
     app._backend_cache, app._local = None, threading.local()
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
-    """Logs one line for a service that was away for long; the jobs declare `throws`, so that Celery adds no traceback."""
+    """Log one line for a service that was away for long; the jobs declare `throws`, so that Celery adds no traceback."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 

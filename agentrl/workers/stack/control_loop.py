@@ -21,7 +21,7 @@ log = getLogger("agentrl.control")
 
 
 def run() -> None:
-    """Ticks until the process is told to stop."""
+    """Tick until the process is told to stop."""
     processes, notifier = ReportProcesses(), Notifier(settings())
     try:
         while not stopping.is_set():
@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def tick() -> int | None:
-    """Sends the missing messages and returns how many it sent; None while another control loop does it."""
+    """Send the missing messages and return how many it sent; None while another control loop does it."""
     where, db = settings(), database()
     if not leases.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return None
@@ -48,7 +48,7 @@ def tick() -> int | None:
 
 
 def send_missing() -> int:
-    """Sends the missing messages, even if others do so too: a duplicate changes nothing. Returns how many it sent."""
+    """Send the missing messages, even if others do so too: a duplicate changes nothing. Returns how many it sent."""
     db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
     for action in actions:

@@ -27,7 +27,7 @@ MAX_SENDS = 5
 
 
 def dispatch(db: Database, iteration: int) -> None:
-    """Sends the iteration as a chord: rollout jobs, then its train job."""
+    """Send the iteration as a chord: rollout jobs, then its train job."""
     groups = planning.start_iteration(db, iteration)
     if not groups:
         send_train(db, iteration)
@@ -50,7 +50,7 @@ def _unsubscribe(body: AsyncResult) -> None:
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
-    """Sends these groups' rollouts again, outside of a chord."""
+    """Send these groups' rollouts again, outside of a chord."""
     moment = planning.db_clock_ms(db)
     for part in split_into_headers(tuple(groups)):
         with _broker_errors("rollouts"):
@@ -59,7 +59,7 @@ def send_rollouts(db: Database, groups: Sequence[int]) -> None:
 
 
 def send_train(db: Database, iteration: int) -> None:
-    """Sends the iteration's train job."""
+    """Send the iteration's train job."""
     moment = planning.db_clock_ms(db)
     with _broker_errors("train"):
         app.send_task("agentrl.train", args=[iteration], ignore_result=True)
@@ -67,13 +67,13 @@ def send_train(db: Database, iteration: int) -> None:
 
 
 def send_calls_again(db: Database) -> None:
-    """Sends the calls that a lost tools worker may have had; their rollouts find the results in the rows."""
+    """Send the calls that a lost tools worker may have had; their rollouts find the results in the rows."""
     for call in lost_calls(db, MAX_SENDS):
         send_call(call, NO_REPLY)
 
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Sends one tool call; once its result is recorded, its worker wakes `reply_to`, unless that is `NO_REPLY`.
+    """Send one tool call; once its result is recorded, its worker wakes `reply_to`, unless that is `NO_REPLY`.
 
     `queue`: the queue of all tools workers, or of the one that has the episode's session.
     """
@@ -82,7 +82,7 @@ def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Gives an attempt of an episode to its agent; once that has ended, its worker wakes `reply_to`."""
+    """Give an attempt of an episode to its agent; once that has ended, its worker wakes `reply_to`."""
     with _broker_errors("agent"):
         queue = Queue("agents", routing_key="agents")
         app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)

@@ -36,12 +36,12 @@ PATH_VARIABLES = ("PYTHONPATH", "PWD")
 
 
 def log_file(where: Settings, role: str) -> Path:
-    """The log file of a process of the embedded stack."""
+    """Return the log file of a process of the embedded stack."""
     return where.stack_dir / f"{role.replace(',', '-')}.log"
 
 
 def find_supervisor(where: Settings) -> int | None:
-    """The pid of this data folder's supervisor; None if there is none."""
+    """Return the pid of this data folder's supervisor; None if there is none."""
     try:
         with (where.stack_dir / "supervisor.lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,13 +53,13 @@ def find_supervisor(where: Settings) -> int | None:
 
 
 def end_orphaned_redis(where: Settings) -> None:
-    """Stops the private Redis of a killed supervisor, unless another supervisor runs by now."""
+    """Stop the private Redis of a killed supervisor, unless another supervisor runs by now."""
     if not where.broker_url and find_supervisor(where) is None:
         broker.end_server(where)
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Starts the embedded stack unless it runs, after waiting for one that is stopping; returns whether it was started.
+    """Start the embedded stack unless it runs, after waiting for one that is stopping; return whether it was started.
 
     Args:
         stay: let the stack, even one that runs already, stop only on request.
@@ -92,7 +92,7 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """Refuses separate rollout and train processes if they are impossible, or if the running stack has them together.
+    """Refuse separate rollout and train processes if they are impossible, or if the running stack has them together.
 
     Raises:
         ConfigError: saying what to type.
@@ -118,7 +118,7 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stops the embedded stack and waits for its end; False if none runs. Unfinished runs go on at the next start."""
+    """Stop the embedded stack and wait for its end; False if none runs. Unfinished runs go on at the next start."""
     pid = find_supervisor(where)
     if not pid:
         return False
@@ -132,7 +132,7 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Restarts the stack with the environment of this process; `stay` and `separate` are as before.
+    """Restart the stack with the environment of this process; `stay` and `separate` are as before.
 
     Raises:
         ServiceError, ConfigError: as `ensure_running`.
@@ -143,12 +143,12 @@ def restart(where: Settings, separate: bool = False) -> None:
 
 
 def list_queues(where: Settings) -> tuple[str, ...]:
-    """The queues of each worker of the running stack."""
+    """Return the queues of each worker of the running stack."""
     return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 
 def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
-    """The variables whose values have changed since the running stack was started.
+    """Return the variables whose values have changed since the running stack was started.
 
     Checks the database's variable; for a stack in memory, whose workers cannot be asked, also the given ones.
     """
@@ -168,12 +168,12 @@ def _environment_digests(key: str) -> dict[str, str]:
 
 
 def stay_file(where: Settings) -> Path:
-    """The file whose presence lets the stack stop only on request."""
+    """Return the file whose presence lets the stack stop only on request."""
     return where.stack_dir / "stay"
 
 
 def was_asked_lately(where: Settings) -> bool:
-    """Whether a command asked for the stack within the last ASKED_SECONDS."""
+    """Return whether a command asked for the stack within the last ASKED_SECONDS."""
     try:
         age = time.time() - (where.stack_dir / "asked").stat().st_mtime
     except FileNotFoundError:
@@ -182,7 +182,9 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """The running supervisor's pid (0 until it is written), whether it is stopping, and whether its workers are separate."""
+    """Return the running supervisor's pid (0 until it is written), whether it is stopping, and whether its workers are
+    separate.
+    """
     try:
         found = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
@@ -191,7 +193,7 @@ def read_state(where: Settings) -> dict[str, Any]:
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Writes this process's pid as the supervisor's, whether it is stopping, and whether rollout and train are separate."""
+    """Write this process's pid as the supervisor's, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
         said = {
@@ -206,7 +208,7 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
 
 
 def hold_lock(where: Settings) -> IO[str] | None:
-    """Takes the supervisor's lock, held as long as the file is open; None if another process has it."""
+    """Take the supervisor's lock, held as long as the file is open; None if another process has it."""
     file = (where.stack_dir / "supervisor.lock").open("w")
     deadline = time.monotonic() + 1.0  # a process that only checks for a supervisor holds the lock for a moment
     while True:

@@ -25,15 +25,15 @@ class Heartbeat:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Starts the thread, as a daemon."""
+        """Start the thread, as a daemon."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Renews nothing any more."""
+        """Renew nothing any more."""
         self._over.set()
 
     def hold_group(self, fence: Fence, lost: Callable[[], None]) -> None:
-        """Renews the group's lease from now on; calls `lost` once if another worker took it."""
+        """Renew the group's lease from now on; call `lost` once if another worker took it."""
         with self._lock:
             self._groups[fence] = lost
 
@@ -43,7 +43,7 @@ class Heartbeat:
             self._groups.pop(fence, None)
 
     def hold_iteration(self, iteration: int, token: int, lost: Callable[[], None]) -> None:
-        """Renews the iteration's lease from now on; calls `lost` once if another trainer took it."""
+        """Renew the iteration's lease from now on; call `lost` once if another trainer took it."""
         with self._lock:
             self._iterations[iteration, token] = lost
 
@@ -53,7 +53,7 @@ class Heartbeat:
             self._iterations.pop((iteration, token), None)
 
     def hold_agent(self, agent: int, claim: str, lost: Callable[[], None]) -> None:
-        """Renews the agent's lease from now on; calls `lost` once if its episode needs it no longer."""
+        """Renew the agent's lease from now on; call `lost` once if its episode needs it no longer."""
         with self._lock:
             self._agents[agent, claim] = lost
 

@@ -13,7 +13,7 @@ BACKLOG = 1024
 
 
 def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
-    """Listens at the address; port 0 takes a free one. `hint` says what to do where the address is taken.
+    """Listen at the address; port 0 takes a free one. `hint` says what to do where the address is taken.
 
     Raises:
         ServiceError: it cannot.
@@ -38,12 +38,12 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
 
 
 def is_loopback(listening: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine reaches it."""
     return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listening: socket.socket) -> str:
-    """The URL of a listening socket; of one that listens everywhere, with this host's name."""
+    """Return the URL of a listening socket; of one that listens everywhere, with this host's name."""
     host, port = listening.getsockname()[:2]
     address = ip_address(host.partition("%")[0])
     if address.is_unspecified:

@@ -54,7 +54,7 @@ def add_collector(collect: Collect) -> None:
 
 
 def render(metrics: Iterable[Metric]) -> str:
-    """The metrics as text, in version 0.0.4 of Prometheus' format."""
+    """Return the metrics as text, in version 0.0.4 of Prometheus' format."""
     lines = []
     for metric in metrics:
         lines.append(f"# HELP agentrl_{metric.name} {metric.help}")
@@ -86,7 +86,7 @@ def collect_process() -> Iterable[Metric]:
 
 
 def collect_work(db: Database) -> Iterable[Metric]:
-    """The state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
+    """Return the state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
     found = work_counts.count_work(db)
     queues = [({"queue": row["queue"], "state": state}, row[state]) for row in found.queues for state in ("held", "waiting")]
     yield Metric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
@@ -117,7 +117,7 @@ _RUN_METRICS = (
 
 
 def port_of(where: Settings, roles: Sequence[str]) -> int:
-    """The port of a process with these roles; 0: none."""
+    """Return the port of a process with these roles; 0: none."""
     return where.metrics_port and where.metrics_port + min(PORT_ORDER.index(role) for role in roles)
 
 

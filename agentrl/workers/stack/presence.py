@@ -21,7 +21,7 @@ def count_workers_by_queue() -> dict[str, int]:
 
 
 def has_shared_worker() -> bool:
-    """Whether some worker both rolls out and trains."""
+    """Return whether some worker both rolls out and trains."""
     return any({"rollout", "train"} <= queues for queues in _ask_queues().values())
 
 
@@ -42,17 +42,19 @@ def missing_worker_hints(queues: Iterable[str]) -> list[str]:
 
 
 def missing_control_hints(db: Database) -> list[str]:
-    """A hint if no control loop runs; else empty."""
+    """Return a hint if no control loop runs; else empty."""
     there = leases.service_holder(db, "control") is not None
     return [] if there else [f"No control loop is running. Start one: {start_command('control')}"]
 
 
 def find_endpoint_url(db: Database) -> str | None:
-    """Where agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or what a running one says; None if none runs."""
+    """Return where agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or what a running one says; None if none
+    runs.
+    """
     return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 
 def missing_endpoint_hints(db: Database) -> list[str]:
-    """A hint if no endpoint runs; else empty."""
+    """Return a hint if no endpoint runs; else empty."""
     there = find_endpoint_url(db) is not None
     return [] if there else [f"No endpoint runs. Start one: {start_command(ENDPOINT)}"]

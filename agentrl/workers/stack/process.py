@@ -55,7 +55,7 @@ def claim_name() -> str:
 
 
 def confirm_base(run: int, policy: "Policy") -> None:
-    """Checks that the base in memory is the run's; the first worker to load the run's base records it.
+    """Check that the base in memory is the run's; the first worker to load the run's base records it.
 
     If the device was chosen by itself and is the CPU after a GPU failed, the run's events and the log say so.
 
@@ -68,13 +68,13 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """What of a base a run records beside its weights: tokenizer, template, and its own code where it has some."""
+    """Return what of a base a run records beside its weights: tokenizer, template, and its own code where it has some."""
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Refuses a run whose rollouts go on during updates, if this process would do both.
+    """Refuse a run whose rollouts go on during updates, if this process would do both.
 
     Raises:
         ConfigError: saying what to start instead.
@@ -84,7 +84,7 @@ def refuse_overlap(config: RunConfig) -> None:
 
 
 def no_overlap_error(hint: str) -> ConfigError:
-    """The error of a run with staleness where one process rolls out and trains."""
+    """Return the error of a run with staleness where one process rolls out and trains."""
     return ConfigError(
         "rollout.max_staleness above 0 needs rollouts during updates, but one worker process does both here, so that "
         "nothing could overlap.",
@@ -105,7 +105,7 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Retries a write until the database takes it, or the process is to stop: a claim not handed back counts as a lost
+    """Retry a write until the database takes it, or the process is to stop: a claim not handed back counts as a lost
     worker.
     """
     while True:
@@ -120,7 +120,7 @@ def write_when_possible(write: Callable[[], object]) -> None:
 
 
 def forget() -> None:
-    """Ends what this process has one of: what is called next reads the settings again and opens their database."""
+    """End what this process has one of: what is called next reads the settings again and opens their database."""
     if heartbeat.made:
         heartbeat().stop()
     if database.made:
@@ -136,13 +136,13 @@ def forget() -> None:
 
 @Once
 def database() -> Database:
-    """The process's database."""
+    """Return the process's database."""
     return open_database(settings().database)
 
 
 @Once
 def heartbeat() -> Heartbeat:
-    """The process's heartbeat, started."""
+    """Return the process's heartbeat, started."""
     made = Heartbeat(database(), settings().lease_seconds)
     made.start()
     return made

@@ -60,7 +60,7 @@ class Readiness:
 
 @Once
 def readiness() -> Readiness:
-    """The readiness of this process."""
+    """Return the readiness of this process."""
     return Readiness(settings().ready_file)
 
 

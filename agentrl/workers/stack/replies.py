@@ -52,15 +52,15 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Registers `answered`: called when the call's reply comes, and before that with each reason why it cannot run."""
+        """Register `answered`: called when the call's reply comes, and before that with each reason why it cannot run."""
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:
-        """Removes the call's callback."""
+        """Remove the call's callback."""
         self._waiting.pop(call, None)
 
     def answer(self, call: int, reason: str = "") -> None:
-        """Runs the call's callback; with a reason, it stays registered."""
+        """Run the call's callback; with a reason, it stays registered."""
         answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
         if not reason:
             self.answered_at = time.monotonic()
@@ -103,7 +103,7 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wakes the rollout that waits for the call, or sends the reason why the call cannot run here.
+        """Wake the rollout that waits for the call, or send the reason why the call cannot run here.
 
         A broker that is away does no harm, since the rollout polls the row, too.
 

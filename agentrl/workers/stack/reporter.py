@@ -139,7 +139,7 @@ def _transcript(db: Database, episode: int) -> str:
 
 
 def load_run(db: Database, run_id: int) -> TrackedRun:
-    """The run as its trackers show it."""
+    """Return the run as its trackers show it."""
     row = run_reports.load_tracked_run(db, run_id)
     config = masked_config(row["config"], os.environ)
     tags = dict.fromkeys([config.get("algorithm.name", ""), *row["tags"]])
@@ -155,7 +155,7 @@ def load_run(db: Database, run_id: int) -> TrackedRun:
 
 
 def describe_failure(report: Report, tracker: Tracker | None, error: BaseException) -> str:
-    """Why a report failed, in one sentence with the command that helps."""
+    """Return why a report failed, in one sentence with the command that helps."""
     if isinstance(error, ModuleNotFoundError) and tracker is not None and error.name == tracker.package:
         return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {AGAIN}"
     if isinstance(error, AgentRLError):

@@ -68,7 +68,7 @@ class Supervisor:
         threading.Thread(target=self._record_losses, name="news", daemon=True).start()
 
     def run(self) -> None:
-        """Starts, watches and stops all children; Redis starts first and stops last."""
+        """Start, watch and stop all children; Redis starts first and stops last."""
         if broker.is_in_memory(self.where):
             log.warning("no Redis server was found: running all workers in this process with an in-memory broker")
             try:
@@ -244,7 +244,7 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Runs the supervisor process.
+    """Run the supervisor process.
 
     Args:
         stay: stop only on request.

@@ -62,7 +62,7 @@ CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
-    """Serves the roles in this process until SIGTERM; `listening` is for an endpoint: its `host` and `port`.
+    """Serve the roles in this process until SIGTERM; `listening` is for an endpoint: its `host` and `port`.
 
     Raises:
         ConfigError: a role is unknown, or the roles cannot share a process.
@@ -177,7 +177,7 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 
 def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
-    """Makes a Celery worker for these queues, with threads, since one engine and one base serve all jobs.
+    """Make a Celery worker for these queues, with threads, since one engine and one base serve all jobs.
 
     Args:
         kind: `WorkController` for one that leaves the process's signals, output and logging alone.
@@ -206,7 +206,7 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
 
 
 def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
-    """Runs every role in this process, for a broker in memory, until `idle()` is true; the endpoint alone is a process, for it
+    """Run every role in this process, for a broker in memory, until `idle()` is true; the endpoint alone is a process, for it
     needs no broker.
 
     The tools have a worker with threads of its own: rollouts wait for tools, and must not take up all threads. So have the

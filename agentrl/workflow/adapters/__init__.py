@@ -84,7 +84,7 @@ class SpanMessage:
 def make_turn(
     span: Span, messages: Sequence[SpanMessage], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
-    """The turn with the tokens that the span has, checked.
+    """Return the turn with the tokens that the span has, checked.
 
     Raises:
         ValueError: it makes no sense, and why.
@@ -101,7 +101,7 @@ def make_turn(
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
-    """A message.
+    """Return a message.
 
     Raises:
         ValueError: its role is none.
@@ -113,20 +113,20 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """A call; one whose arguments cannot be read says so itself."""
+    """Return a call; one whose arguments cannot be read says so itself."""
     told = parsed(arguments) or {}
     return read_arguments(name if isinstance(name, str) else "", dict(told) if isinstance(told, Mapping) else told)
 
 
 def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
-    """A tool, as chat APIs write it."""
+    """Return a tool, as chat APIs write it."""
     told = parsed(parameters)
     shape = told if isinstance(told, Mapping) else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": str(name), "description": str(description or ""), "parameters": shape}}
 
 
 def parsed(value: Any) -> Any:
-    """A value that may be written as JSON; a text that is none stays.
+    """Return a value that may be written as JSON; a text that is none stays.
 
     Raises:
         ValueError: it is nested too deep.

@@ -79,7 +79,7 @@ class AgentResult:
 
 
 def read_result(value: Any) -> AgentResult:
-    """Reads what an agent returned.
+    """Read what an agent returned.
 
     Raises:
         TypeError, ValueError: it is nothing that an agent may return; the message says what is.

@@ -21,7 +21,7 @@ TRIAL_SECONDS = 20.0
 
 
 def check_held(asked: AgentConfig) -> None:
-    """Checks that this machine has what the agent needs and what holds it.
+    """Check that this machine has what the agent needs and what holds it.
 
     Raises:
         ConfigError: it has not.
@@ -63,7 +63,8 @@ def _refusal(program: str, alone: bool) -> str:
 
 
 def command_of(asked: AgentConfig) -> list[str]:
-    """The agent's command; words that name files of this folder say where these are, since a program has a folder of its own.
+    """Return the agent's command; words that name files of this folder say where these are, since a program has a folder of its
+    own.
 
     Raises:
         ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
@@ -99,13 +100,13 @@ def _find_program(name: str, sandboxed: bool) -> str:
 
 
 def folders_of(words: list[str]) -> set[Path]:
-    """The folders of the files that the words of a command name, and of what these link to."""
+    """Return the folders of the files that the words of a command name, and of what these link to."""
     paths = [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
     return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
 
 
 def may_read(folder: Path) -> bool:
-    """Whether the sandbox's user may read the folder: where root starts it, another user than this one."""
+    """Return whether the sandbox's user may read the folder: where root starts it, another user than this one."""
     if os.geteuid() != 0:
         return os.access(folder, os.R_OK | os.X_OK)
     return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)

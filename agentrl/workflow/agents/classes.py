@@ -21,7 +21,7 @@ class Agent:
     """An agent as a class: derive it, and write `rollout`, which may leave out what it does not read."""
 
     def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
-        """Solves the task by calling the model; returns what a function agent may.
+        """Solve the task by calling the model; return what a function agent may.
 
         Args:
             resources: what it is given beside the task, by name: the run's texts, and `llm`.
@@ -30,12 +30,12 @@ class Agent:
 
 
 def is_class_agent(found: Any) -> bool:
-    """Whether it is a class of agents, or one that was made."""
+    """Return whether it is a class of agents, or one that was made."""
     return any(callable(getattr(found, way, None)) for way in WAYS)
 
 
 def as_function(found: Any) -> Callable[..., Any]:
-    """The agent as a function of its task and its model; a function that takes no more is one."""
+    """Return the agent as a function of its task and its model; a function that takes no more is one."""
     if not is_class_agent(found):
         function: Callable[..., Any] = found
         return function if {each.name for each in _parameters(function)} <= {"task", "llm"} else partial(_call, function)
@@ -48,7 +48,8 @@ def as_function(found: Any) -> Callable[..., Any]:
 
 
 def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
-    """What a function agent is passed by name, if it takes texts of the run; else nothing: its task and its model come first.
+    """Return what a function agent is passed by name, if it takes texts of the run; else nothing: its task and its model come
+    first.
 
     Args:
         texts: the names of the run's texts.
@@ -62,7 +63,7 @@ def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
 
 
 def wants(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function agent takes an argument of that name."""
+    """Return whether a function agent takes an argument of that name."""
     return any(each.name == name for each in _parameters(function))
 
 
@@ -86,7 +87,7 @@ def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
 
 
 def ways_of(found: Any) -> list[Callable[..., Any]]:
-    """The methods that it has of `WAYS`, of which those of its own come in place of `Agent`'s."""
+    """Return the methods that it has of `WAYS`, of which those of its own come in place of `Agent`'s."""
     methods = [getattr(found, way, None) for way in WAYS]
     return [each for each in methods if callable(each) and getattr(each, "__func__", each) is not Agent.rollout]
 

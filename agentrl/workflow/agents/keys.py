@@ -12,16 +12,16 @@ PREFIX = "agentrl-"
 
 
 def new_emit_key() -> str:
-    """A key that nobody can guess."""
+    """Return a key that nobody can guess."""
     return f"{PREFIX}emit-{secrets.token_urlsafe(32)}"
 
 
 def sampling_key(emit_key: str) -> str:
-    """The key that samples for the same attempt."""
+    """Return the key that samples for the same attempt."""
     made = hashlib.sha256(b"agentrl sampling key\0" + emit_key.encode(errors="surrogateescape")).digest()
     return PREFIX + base64.urlsafe_b64encode(made).decode().rstrip("=")
 
 
 def key_hash(key: str) -> str:
-    """What rows know a key by."""
+    """Return what rows know a key by."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

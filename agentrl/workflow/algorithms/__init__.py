@@ -49,11 +49,11 @@ class Algorithm:
     trl_surrogate: str | None = None
 
     def surrogate_of(self, config: AlgorithmConfig) -> str:
-        """The surrogate's `module:function` in the config's convention."""
+        """Return the surrogate's `module:function` in the config's convention."""
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """The options of `config.ALGORITHM_OPTIONS` that it reads in the convention, and their defaults."""
+        """Return the options of `config.ALGORITHM_OPTIONS` that it reads in the convention, and their defaults."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -80,7 +80,7 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """The algorithm of a name, which trains.
+    """Return the algorithm of a name, which trains.
 
     Raises:
         ConfigError: there is none of that name, or it is a search.
@@ -92,18 +92,18 @@ def find_gradient(name: str) -> Algorithm:
 
 
 def gradients() -> dict[str, Algorithm]:
-    """The shipped algorithms that train, by name."""
+    """Return the shipped algorithms that train, by name."""
     found = {name: find("algorithms", name) for name in names("algorithms")}
     return {name: each for name, each in found.items() if isinstance(each, Algorithm)}
 
 
 def searches(found: Any) -> bool:
-    """Whether what an algorithm's name leads to is a search."""
+    """Return whether what an algorithm's name leads to is a search."""
     return isinstance(found, Search) or (not isinstance(found, Algorithm) and callable(getattr(found, "run", None)))
 
 
 def search_function(found: Any) -> Callable[..., Any]:
-    """The function of a search.
+    """Return the function of a search.
 
     Raises:
         ConfigError: its package is not installed, or its class cannot be made without arguments.
@@ -126,7 +126,7 @@ def search_function(found: Any) -> Callable[..., Any]:
 
 
 def resolve_search(config: RunConfig) -> RunConfig:
-    """The config of a run that searches, with the algorithm's defaults filled in.
+    """Return the config of a run that searches, with the algorithm's defaults filled in.
 
     Raises:
         ConfigError: an option that such a run does not read is set.
@@ -164,7 +164,7 @@ def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """The options with the algorithm's defaults filled in. Settled options stay as they are.
+    """Return the options with the algorithm's defaults filled in. Settled options stay as they are.
 
     Raises:
         ConfigError: there is no such algorithm, or it does not read an option that was set.
@@ -189,7 +189,7 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
 
 
 def resolve_run(config: RunConfig) -> RunConfig:
-    """A training run's config with the algorithm's defaults filled in.
+    """Return a training run's config with the algorithm's defaults filled in.
 
     Raises:
         ConfigError: as `resolve_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
@@ -213,7 +213,7 @@ def resolve_run(config: RunConfig) -> RunConfig:
 
 
 def credits_alike(options: AlgorithmConfig, advantages: Mapping[int, float], recorded: Mapping[int, float]) -> bool:
-    """Whether a recomputed update credits its episodes as recorded, by episode id.
+    """Return whether a recomputed update credits its episodes as recorded, by episode id.
 
     Advantages may differ by 1e-6, as between two machines. If they depend on the model's outputs, through a critic's values or
     a KL in the reward, only the sets of episodes are compared: other machines round logprobs and values differently (1e-7 to

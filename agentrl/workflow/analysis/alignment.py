@@ -36,7 +36,7 @@ class Alignment:
 
 
 def align(lines: Mapping[int, bytes]) -> Alignment:
-    """Aligns packed lines from their first tokens on."""
+    """Align packed lines from their first tokens on."""
     branches: list[Branch] = []
     alone: dict[int, int] = {}
     waiting: list[tuple[int, list[int]]] = [(0, [*lines])] if lines else []

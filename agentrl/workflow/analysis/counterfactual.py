@@ -65,7 +65,7 @@ def whatif(
     iteration: int,
     iterations: int,
 ) -> Iterator[Finding]:
-    """Repeats the update with each of the configs, of which the first is the run's own.
+    """Repeat the update with each of the configs, of which the first is the run's own.
 
     Args:
         policy: the base of the run; its trained weights are those of `start` afterwards.

@@ -53,7 +53,9 @@ class Credit:
 
 
 def explain_credit(credit: Credit) -> dict[str, Any]:
-    """`value` (the recorded advantage), `how` it came about, what it was computed from, whether that leads to the record."""
+    """Return `value` (the recorded advantage), `how` it came about, what it was computed from, whether that leads to the
+    record.
+    """
     rewards = [each.reward for each in credit.group]
     told: dict[str, Any] = {
         "value": credit.recorded,
@@ -260,7 +262,7 @@ class Stretch:
 
 
 def returns_of(episode: Episode, discount: float) -> list[Stretch]:
-    """The returns to go of the episode's tokens that train, by step, in the order of its rows.
+    """Return the returns to go of the episode's tokens that train, by step, in the order of its rows.
 
     Args:
         episode: with its reward, and its steps with what they earned. See `training.token_layout`, which lays rewards out.

@@ -84,7 +84,7 @@ class Comparison:
 
 
 def compare(left: Episode, right: Episode) -> Comparison:
-    """Compares two episodes chain by chain, step by step, and their `rewards` and `reward`."""
+    """Compare two episodes chain by chain, step by step, and their `rewards` and `reward`."""
     pairs = _chain_pairs(left, right)
     common, token = _first_difference(left, right, pairs)
     counts = (_token_count(left), _token_count(right))
@@ -136,7 +136,7 @@ def _first_difference(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of ids that two sequences begin with alike."""
+    """Return the number of ids that two sequences begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 

@@ -103,21 +103,21 @@ class NoiseBounds:
 
     @classmethod
     def of(cls, noises: Sequence[TokenNoise]) -> "NoiseBounds":
-        """The bounds for these tokens."""
+        """Return the bounds for these tokens."""
         count = max(1, len(noises))
         spread, shift = (sqrt(sum(getattr(noise, name) ** 2 for noise in noises) / count) for name in ("spread", "shift"))
         return cls(spread, shift, 1 + 10 / count)
 
     def deviation(self, noise: TokenNoise) -> float:
-        """One deviation of the token's logprob, in nats."""
+        """Return one deviation of the token's logprob, in nats."""
         return self.factor * noise.doubt * max(noise.spread, self.spread)
 
     def logprob(self, noise: TokenNoise) -> float:
-        """How far the token's logprob may be from the record, in nats."""
+        """Return how far the token's logprob may be from the record, in nats."""
         return MAX_DEVIATION * self.deviation(noise)
 
     def draw(self, noise: TokenNoise) -> float:
-        """How far the token's draw may be from it, in probability."""
+        """Return how far the token's draw may be from it, in probability."""
         return MAX_SHIFT * max(noise.shift, self.shift)
 
     def report(self, noises: Sequence[TokenNoise], logprobs: Sequence[float], recorded: Sequence[float]) -> NoiseReport:

@@ -46,7 +46,7 @@ class ChainPlace:
 
 
 def place_chains(episode: Episode) -> list[ChainPlace]:
-    """The episode's chains in the line."""
+    """Return the episode's chains in the line."""
     found: list[ChainPlace] = []
     lengths = _line_lengths(episode)
     start = 0
@@ -59,7 +59,7 @@ def place_chains(episode: Episode) -> list[ChainPlace]:
 
 
 def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[Piece]:
-    """The pieces with a token from `start` to before `end`, whole."""
+    """Return the pieces with a token from `start` to before `end`, whole."""
     lengths = _line_lengths(episode)
     near = (place for place in places if place.start < end and place.end > start)
     return [

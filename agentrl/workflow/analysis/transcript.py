@@ -16,7 +16,7 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """The episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
+    """Yield the episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
@@ -37,7 +37,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Turns that are not in a database, as lines like those of `transcript_lines`.
+    """Turn that are not in a database, as lines like those of `transcript_lines`.
 
     Args:
         of_agent: an agent from outside ran their calls.
@@ -68,7 +68,7 @@ def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) 
 
 
 def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
-    """The episode as one value for JSON, with the exact token ids and logprobs."""
+    """Return the episode as one value for JSON, with the exact token ids and logprobs."""
     chosen = [step for step in record.episode.steps if only in (None, step.index)]
     return {
         "episode": record.row,
@@ -157,7 +157,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
 
 
 def said_lines(said: Sequence[Annotation]) -> Iterator[Line]:
-    """What its agent, tools and hooks said, a line each."""
+    """Yield what its agent, tools and hooks said, a line each."""
     for each in said:
         took = "" if each.seconds is None else f" ({each.seconds:.3f} s)"
         told = json.dumps(dict(each.data), ensure_ascii=False) if each.data else ""

@@ -100,7 +100,7 @@ class ToolsReport:
 def check_tools(
     episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run, effects: Mapping[str, str], reads: Reads
 ) -> ToolsReport:
-    """Runs the recorded calls again, in their order, as far as their effects allow; compares what each step read.
+    """Run the recorded calls again, in their order, as far as their effects allow; compare what each step read.
 
     Args:
         calls: the episode's rows of `v_tool_calls`, in order.
@@ -358,7 +358,7 @@ class RewardsReport:
 def check_rewards(
     episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
-    """Scores a finished episode again; what judges it judges here.
+    """Score a finished episode again; what judges it judges here.
 
     Args:
         reward_set: its name; the episode's own scalar belongs to `default`.

@@ -147,7 +147,7 @@ def check_tokens(
     sampling: Callable[[int], Sampling] | None = None,
     clock: datetime | None = None,
 ) -> TokensReport:
-    """Renders every prompt of the episode's own steps, scores and draws every token that it sampled itself, and checks how each
+    """Render every prompt of the episode's own steps, score and draw every token that it sampled itself, and check how each
     turn ended.
 
     Args:

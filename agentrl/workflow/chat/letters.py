@@ -31,7 +31,7 @@ class Letters:
         self._look_at, self._told = 0.0, 0
 
     def take(self, token: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes."""
         if token in self._chat.end_ids:
             self._ended.append(token)
             return ""
@@ -47,7 +47,7 @@ class Letters:
         return new
 
     def rest(self) -> str:
-        """The text that still waits, once no token follows."""
+        """Return the text that still waits, once no token follows."""
         text = self._read()[self._told :]
         self._waiting, self._look_at, self._told = [], 0.0, 0
         return text

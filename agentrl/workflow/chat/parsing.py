@@ -47,7 +47,7 @@ def parse_text(
     offered_only: bool = False,
     strict: bool = False,
 ) -> Message:
-    """The assistant's message that a sampled text (without its end-of-turn token) spells.
+    """Return the assistant's message that a sampled text (without its end-of-turn token) spells.
 
     A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content, or in the thought.
 

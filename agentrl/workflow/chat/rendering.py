@@ -119,7 +119,7 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         most: int | None = None,
     ) -> tuple[int, ...]:
-        """The prompt of an episode's first step, generation prompt included.
+        """Return the prompt of an episode's first step, generation prompt included.
 
         Args:
             options: variables of the template beside these (`template_options`).
@@ -199,11 +199,11 @@ class Chat:
             raise template_error(self.tokenizer.name_or_path, trouble)
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
-        """Whether a sampled turn ends with its end token; a turn that a stop string ended does not."""
+        """Return whether a sampled turn ends with its end token; a turn that a stop string ended does not."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """The matcher of these stop strings, made once for the same strings.
+        """Return the matcher of these stop strings, made once for the same strings.
 
         Raises:
             ModelError: the tokenizer does not give the bytes of its tokens.
@@ -211,7 +211,7 @@ class Chat:
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
-        """An assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
+        """Return an assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
 
         If calls as the template writes them do not read back (it drops the text beside them, or a text in them closes their
         tag), the tool format writes them instead.
@@ -257,7 +257,7 @@ class Chat:
         stop: Sequence[str] = (),
         offered_only: bool = False,
     ) -> Message:
-        """The message that the sampled ids spell; no ids raise an error.
+        """Return the message that the sampled ids spell; no ids raise an error.
 
         Args:
             tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
@@ -272,18 +272,18 @@ class Chat:
         return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""
+        """Return whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""
         return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes that an id stands for; None where the tokenizer does not give them."""
+        """Return the bytes that an id stands for; None where the tokenizer does not give them."""
         try:
             return self._spelling[token]
         except ModelError:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property

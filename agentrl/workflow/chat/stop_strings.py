@@ -47,7 +47,7 @@ class Spelling:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """The bytes of an id; empty for an id that the tokenizer has no token for."""
+        """Return the bytes of an id; empty for an id that the tokenizer has no token for."""
         if token not in self._known:
             name: Any = self._name(token)
             self._known[token] = self._spelled(name) if name else b""
@@ -69,7 +69,7 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Whether the last of a turn's ids completes one of the strings. Only the end of the ids is read.
+        """Return whether the last of a turn's ids completes one of the strings. Only the end of the ids is read.
 
         Args:
             end: the number of ids sampled so far; None for all.

@@ -24,7 +24,7 @@ RESERVED = frozenset(
 
 
 def check_options(options: Mapping[str, Any]) -> str:
-    """The options' own spelling, the same for the same options in the same order.
+    """Return the options' own spelling, the same for the same options in the same order.
 
     Raises:
         ModelError: a name is taken or is none, or the options are too many, too long, too deep, or not JSON.

@@ -54,7 +54,7 @@ class Manner:
     ids: bool = False
 
     def plain(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Iterator[dict[str, Any]]:
-        """The messages as templates take them."""
+        """Yield the messages as templates take them."""
         answered = 0
         for message in messages:
             answered = answered + 1 if message.role == "tool" else 0
@@ -84,7 +84,7 @@ def _id(number: int) -> str:
 
 
 def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
-    """Finds the form that a template takes.
+    """Find the form that a template takes.
 
     Args:
         source: the template's text.
@@ -145,7 +145,7 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """The reason why the template cannot be trained with, as words to follow its name; empty if it can.
+    """Return the reason why the template cannot be trained with, as words to follow its name; empty if it can.
 
     Args:
         system: conversations begin with a system message; `later_system`: they have others behind it; `tools`: calls are made
@@ -159,7 +159,7 @@ def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, late
 
 
 def can_ask_after_results(render: Render, manner: Manner) -> bool:
-    """Whether the template shows a user message right after a tool's result, and leaves what is before it as it was."""
+    """Return whether the template shows a user message right after a tool's result, and leaves what is before it as it was."""
     calling = Message("assistant", "", tool_calls=(_CALL,))
     question = Message("user", "zqagain")
     try:
@@ -199,7 +199,7 @@ def _rewrites(render: Render, manner: Manner) -> str:
 
 
 def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
-    """Whether the template writes calls itself, in a form that the tool format does not read."""
+    """Return whether the template writes calls itself, in a form that the tool format does not read."""
     if manner.native:
         return False
     native = replace(manner, native=True, many=True)
@@ -216,7 +216,7 @@ def _writes_argument(render: Render, turns: Sequence[Mapping[str, Any]]) -> bool
 
 
 def is_silent_on_tools(render: Render, manner: Manner) -> bool:
-    """Whether the template leaves the tools out of the prompt."""
+    """Return whether the template leaves the tools out of the prompt."""
     try:
         return NAME not in render(list(manner.plain([_USER], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:

@@ -70,7 +70,7 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """A function that renders a template, always at the same time; `tokens` are the special tokens that it names."""
+    """Return a function that renders a template, always at the same time; `tokens` are the special tokens that it names."""
     clock = datetime.now(UTC)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
@@ -104,7 +104,7 @@ def render_template(
 
 
 def read_template(named: str) -> str:
-    """The text of a chat template, given as a file's path or as the text itself.
+    """Return the text of a chat template, given as a file's path or as the text itself.
 
     Raises:
         ConfigError: there is no such file, or it is not a template.
@@ -133,7 +133,8 @@ def _read_template_file(path: Path) -> str:
 
 
 def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
-    """The config section with its template as text and its tool format chosen; AUTO stays if the model is not on this machine.
+    """Return the config section with its template as text and its tool format chosen; AUTO stays if the model is not on this
+    machine.
 
     Raises:
         ConfigError: the template cannot be read, or there is no such format.
@@ -151,7 +152,7 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 
 
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The config with `rollout.last_turn` chosen; `auto` stays if the model is not on this machine.
+    """Return the config with `rollout.last_turn` chosen; `auto` stays if the model is not on this machine.
 
     Args:
         config: its model as `resolve_chat` returns it.
@@ -179,7 +180,7 @@ def _recorded_format(folder: Path | None) -> str:
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """A model's chat template and special tokens; None if its files hold none.
+    """Return a model's chat template and special tokens; None if its files hold none.
 
     Args:
         source: the text of another template to use instead.
@@ -231,7 +232,7 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
-    """Refuses a template that cannot be trained with.
+    """Refuse a template that cannot be trained with.
 
     Args:
         config: as `resolve_chat` returns it.
@@ -247,12 +248,14 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 
 def template_error(model: str, trouble: str) -> ModelError:
-    """The refusal of a model's template, for a reason that `find_trouble` gave."""
+    """Return the refusal of a model's template, for a reason that `find_trouble` gave."""
     return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """A remark if the template leaves tools out of the prompt, or writes calls that the format does not read; else empty."""
+    """Return a remark if the template leaves tools out of the prompt, or writes calls that the format does not read; else
+    empty.
+    """
     spoken = _renderer_and_manner(config, folder)
     if spoken is None:
         return ""

@@ -17,7 +17,7 @@ class TooLong(ModelError):
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, most: int) -> None:
-    """Reads on in the text until it is known to be too long, or short enough to be made into tokens at once.
+    """Read on in the text until it is known to be too long, or short enough to be made into tokens at once.
 
     Raises:
         TooLong: it has more than `most` tokens.

@@ -51,7 +51,7 @@ class TurnStream:
         self._thought, self._content = _Stripped(), _Stripped()
 
     def take(self, text: str) -> Iterator[Piece]:
-        """The pieces that this text completes. White space completes none: it is kept for the text behind it."""
+        """Yield the pieces that this text completes. White space completes none: it is kept for the text behind it."""
         self._space.append(text)
         if not text.strip():
             return
@@ -65,7 +65,7 @@ class TurnStream:
             yield from _pieces("content", self._content.take(self._take_content()))
 
     def rest(self, message: Message) -> Iterator[Piece]:
-        """What is left of the turn, which the parser read as this message."""
+        """Yield what is left of the turn, which the parser read as this message."""
         self._state = "over"
         yield from _pieces("thought", message.thought[self._thought.told :])
         yield from _pieces("content", message.content[self._content.told :])

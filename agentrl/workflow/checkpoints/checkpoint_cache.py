@@ -50,7 +50,7 @@ _UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
 
 
 def write(path: str, writer: Writer) -> str:
-    """Makes the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
+    """Make the checkpoint at `path`, a folder or a URL, as `checkpoint.write` does.
 
     Returns:
         The sha256 of its weights.
@@ -73,7 +73,7 @@ def write(path: str, writer: Writer) -> str:
 
 
 def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
-    """Calls the reader with the `local_part` folder. A copy that was damaged or evicted after its check is fetched once more.
+    """Call the reader with the `local_part` folder. A copy that was damaged or evicted after its check is fetched once more.
 
     Raises:
         CheckpointError, ConfigError, ServiceError: as `local_part`; besides, the reader's own errors.
@@ -89,7 +89,7 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 
 
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
-    """The folder of this host that holds a part of the checkpoint at `path`, a folder or a URL; fetched if need be.
+    """Return the folder of this host that holds a part of the checkpoint at `path`, a folder or a URL; fetched if need be.
 
     Args:
         sha256: the hash of the weights in the policy's row.
@@ -114,7 +114,7 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
 
 
 def checkpoint_error(path: str, sha256: str, part: Part = "weights") -> str:
-    """The fault in a part of a published checkpoint; empty if every byte is as it was written.
+    """Return the fault in a part of a published checkpoint; empty if every byte is as it was written.
 
     For a URL the store itself is read: a sound copy on this host does not help other hosts.
 
@@ -131,7 +131,7 @@ def checkpoint_error(path: str, sha256: str, part: Part = "weights") -> str:
 
 
 def drop_optimizer(path: str) -> None:
-    """Removes the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled.
+    """Remove the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled.
 
     Raises:
         ServiceError: the store did not answer for long.
@@ -142,7 +142,7 @@ def drop_optimizer(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a checkpoint that was never published.
+    """Remove a checkpoint that was never published.
 
     Raises:
         ServiceError: the store did not answer for long.
@@ -153,7 +153,7 @@ def remove(path: str) -> None:
 
 
 def remove_rivals(path: str) -> None:
-    """Removes folders that killed trainers left on this host beside a published checkpoint."""
+    """Remove folders that killed trainers left on this host beside a published checkpoint."""
     folder = object_store.mounted_folder(path) if is_url(path) else Path(path)
     sealed_folder.remove_rivals(folder or copy_of(path))
 
@@ -172,7 +172,7 @@ def sizes(url: str) -> dict[str, dict[str, int]]:
 
 
 def copy_of(url: str) -> Path:
-    """The folder for this host's copy of the checkpoint at that URL."""
+    """Return the folder for this host's copy of the checkpoint at that URL."""
     parent, _, name = url.rstrip("/").rpartition("/")
     run = f"{parent.rpartition('/')[2]}-{hashlib.sha256(parent.encode()).hexdigest()[:8]}"
     return settings().cache_dir / run / name
@@ -304,7 +304,7 @@ def _is_sound(copy: Path, sha256: str, part: Part) -> bool:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock: one thread of one process of this host at a time."""
+    """Hold the folder's lock: one thread of one process of this host at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -56,7 +56,7 @@ class Waste:
 
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
-    """The checkpoints of the run with that key, and leftovers beside them; empty if this machine has no such folder.
+    """Return the checkpoints of the run with that key, and leftovers beside them; empty if this machine has no such folder.
 
     Args:
         output_dir: a folder or a URL.
@@ -71,14 +71,14 @@ def list_folders(output_dir: str, key: str) -> list[Folder]:
 
 
 def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
-    """The folders, and parts of folders, that may be removed."""
+    """Return the folders, and parts of folders, that may be removed."""
     present = {folder.name for folder in folders}
     sorted_out = (_waste(folder, needs, key, present) for folder in folders)
     return [item for item in sorted_out if item]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Removes it from the disk or the store; it is no error if it is already gone.
+    """Remove it from the disk or the store; it is no error if it is already gone.
 
     Raises:
         ServiceError: the URL's store does not answer.

@@ -33,13 +33,13 @@ class EpochEnds:
 
 
 def epoch_number(name: str) -> int | None:
-    """The epoch that a link's name means; None for any other name."""
+    """Return the epoch that a link's name means; None for any other name."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Updates the links in the run's folder, if the run is the youngest there; an older run has none.
+    """Update the links in the run's folder, if the run is the youngest there; an older run has none.
 
     Raises:
         OSError: the folder takes no links.
@@ -61,7 +61,7 @@ def link_epochs(ends: EpochEnds) -> None:
 
 
 def unlink_epochs(ends: EpochEnds) -> None:
-    """Removes broken links, and those that lead to a wrong checkpoint of the run.
+    """Remove broken links, and those that lead to a wrong checkpoint of the run.
 
     Raises:
         OSError: the links cannot be removed.

@@ -35,7 +35,7 @@ URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
 def check_place(place: str) -> Path | None:
-    """Checks with one request that there is a store at the URL. Returns the folder if the URL means one.
+    """Check with one request that there is a store at the URL. Returns the folder if the URL means one.
 
     Raises:
         ConfigError: no such bucket, no right to it, a package is missing, or the URL holds a password.
@@ -71,13 +71,13 @@ def check_place(place: str) -> Path | None:
 
 
 def mounted_folder(url: str) -> Path | None:
-    """The folder that a `file://` URL means; None for any other."""
+    """Return the folder that a `file://` URL means; None for any other."""
     files, key = _store(url)
     return Path(key) if _is_folder(files) else None
 
 
 def put(url: str, name: str, file: Path) -> None:
-    """Writes the file as `name` under the URL.
+    """Write the file as `name` under the URL.
 
     Raises:
         FileNotFoundError: there is no such bucket.
@@ -87,7 +87,7 @@ def put(url: str, name: str, file: Path) -> None:
 
 
 def get(url: str, name: str, file: Path) -> None:
-    """Reads `name` under the URL into the file.
+    """Read `name` under the URL into the file.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -104,7 +104,7 @@ def sizes(url: str) -> dict[str, int]:
 
 
 def remove(url: str, name: str = "") -> None:
-    """Removes `name`, or everything, under the URL; it is no error if it is already gone."""
+    """Remove `name`, or everything, under the URL; it is no error if it is already gone."""
     files, key = _store(url)
     try:
         _retry(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))

@@ -58,7 +58,7 @@ Writer = Callable[[Path], Collection[str] | None]
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Makes the checkpoint `folder` from the files that `writer` writes.
+    """Make the checkpoint `folder` from the files that `writer` writes.
 
     Args:
         then: the command to type after a full disk has room again.
@@ -87,17 +87,17 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
 
 
 def weights_name(names: Collection[str]) -> str:
-    """The name of the file, among a checkpoint's files, that holds its weights."""
+    """Return the name of the file, among a checkpoint's files, that holds its weights."""
     return next((name for name in (ADAPTER, MODEL) if name in names), WEIGHTS)
 
 
 def weights_of(folder: Path) -> Path:
-    """The path of a checkpoint's weights, whether or not it exists."""
+    """Return the path of a checkpoint's weights, whether or not it exists."""
     return folder / weights_name([name for name in (ADAPTER, MODEL) if (folder / name).is_file()])
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Puts files into a checkpoint's folder: as links to those of the newest checkpoints, if the bytes are equal."""
+    """Put files into a checkpoint's folder: as links to those of the newest checkpoints, if the bytes are equal."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """The error of a folder that the disk refused; `then` is the command to type after the repair."""
+    """Return the error of a folder that the disk refused; `then` is the command to type after the repair."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -129,12 +129,12 @@ def write_error(folder: Path, error: OSError | SafetensorError, then: str, what:
 
 
 def drop_optimizer(folder: Path) -> None:
-    """Removes the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled."""
+    """Remove the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled."""
     (folder / OPTIMIZER).unlink(missing_ok=True)
 
 
 def remove_rivals(folder: Path) -> None:
-    """Removes what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: other tokens, and unfinished folders."""
+    """Remove what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: other tokens, and unfinished folders."""
     version, _, key = folder.name.split(".")
     for rival in folder.parent.glob(f"{version}.t*.{key}*"):
         if rival != folder:
@@ -142,7 +142,7 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verifies that every file, except those in `without`, is as it was written, and returns the manifest.
+    """Verify that every file, except those in `without`, is as it was written, and return the manifest.
 
     Args:
         shared: verify the files that the run's checkpoints share, too; no update reads them.
@@ -160,7 +160,7 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def file_error(file: Path, record: FileRecord) -> str:
-    """The fault of a file; empty if it is as it was written."""
+    """Return the fault of a file; empty if it is as it was written."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size
@@ -174,7 +174,7 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def repair_folder(folder: Path) -> None:
-    """Repairs the checkpoint after a process died in `write`."""
+    """Repair the checkpoint after a process died in `write`."""
     old = _sibling(folder, ".old")
     if old.exists() and not folder.exists():
         # The process died between the two renames of `_swap`: `old` is the checkpoint that was there before.
@@ -216,7 +216,7 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """The manifest of a checkpoint: name -> record of the file.
+    """Return the manifest of a checkpoint: name -> record of the file.
 
     Args:
         called: the checkpoint's name in error messages, if the folder is a copy of it.
@@ -258,7 +258,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
-    """The error of a checkpoint, in a folder or at a URL, that is not as it was written."""
+    """Return the error of a checkpoint, in a folder or at a URL, that is not as it was written."""
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {found}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
@@ -266,6 +266,6 @@ def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
 
 
 def sha256_file(file: Path) -> str:
-    """sha256 of a file's bytes, in hex."""
+    """Return sha256 of a file's bytes, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -42,7 +42,7 @@ Action = Dispatch | SendRollouts | SendTrain
 
 
 def plan(snapshot: Snapshot) -> list[Action]:
-    """The messages that are missing; empty where all that can move is moving."""
+    """Return the messages that are missing; empty where all that can move is moving."""
     return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
 
 
@@ -74,6 +74,6 @@ def _is_missing(claim: Claim, patience: float) -> bool:
 
 
 def split_into_headers(groups: tuple[int, ...]) -> list[list[int]]:
-    """The groups as at most MAX_HEADER jobs."""
+    """Return the groups as at most MAX_HEADER jobs."""
     per_job = -(-len(groups) // MAX_HEADER)
     return [list(groups[start : start + per_job]) for start in range(0, len(groups), per_job)] if groups else []

@@ -71,7 +71,7 @@ class RowFilter:
         yield from self._decide(columns, batch)
 
     def check_columns(self) -> None:
-        """Raises DatasetError where the condition names a column that no row had."""
+        """Raise DatasetError where the condition names a column that no row had."""
         if self._seen and (missing := sorted(self._missing - {name.lower() for name in self._seen} - self._seen)):
             hint = f"{did_you_mean(missing[0], self._seen)} Put texts in single quotes."
             raise DatasetError(f"--filter: no row of {self._source!r} has a column {missing[0]!r}.", hint)

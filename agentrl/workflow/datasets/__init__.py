@@ -218,7 +218,8 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Name of the env for the dataset's tasks, of which the first is read at most; empty if several datasets differ in it.
+    """Return name of the env for the dataset's tasks, of which the first is read at most; empty if several datasets differ in
+    it.
 
     Raises:
         ConfigError: there is no such dataset.

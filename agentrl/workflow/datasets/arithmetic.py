@@ -26,7 +26,7 @@ times faster than operators drawn at random, at the same share of right answers.
 
 
 def load(split: str) -> Iterator[Task]:
-    """The tasks of `train`, `test` or `warmup`; `metadata["level"]` is 1 to 3.
+    """Yield the tasks of `train`, `test` or `warmup`; `metadata["level"]` is 1 to 3.
 
     Raises:
         DatasetError: another split.
@@ -40,7 +40,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """A conversation in two turns for each task: a calculator call that is often wrong, then its result as the answer."""
+    """Yield a conversation in two turns for each task: a calculator call that is often wrong, then its result as the answer."""
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for task in tasks:
         words = str(task.metadata["words"]).split()

@@ -41,7 +41,8 @@ UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 def code_metadata(
     function: str, cases: Sequence[Case], setup: str = "", visible: Sequence[Case] = (), test: str = ""
 ) -> dict[str, Any]:
-    """The metadata that the rewards read: the function's name, the code to run before the answer, the hidden tests, and those
+    """Return the metadata that the rewards read: the function's name, the code to run before the answer, the hidden tests, and
+    those
     that the question shows.
 
     Args:

@@ -31,7 +31,7 @@ MISTAKE_RATE = 0.4
 
 
 def load(split: str) -> Iterator[Task]:
-    """The tasks of `train`, `test` or `warmup`.
+    """Yield the tasks of `train`, `test` or `warmup`.
 
     Raises:
         DatasetError: another split.
@@ -44,7 +44,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """A conversation in two turns for each task: a function, often a wrong one, tried out; then the function."""
+    """Yield a conversation in two turns for each task: a function, often a wrong one, tried out; then the function."""
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
         words = str(task.metadata["words"]).split()

@@ -18,7 +18,7 @@ WORDS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """The tasks of `train` or `test`; the reference is the text.
+    """Yield the tasks of `train` or `test`; the reference is the text.
 
     Raises:
         DatasetError: another split.
@@ -33,7 +33,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """The call, its result, and the answer, for each task; `seed` is not used."""
+    """Yield the call, its result, and the answer, for each task; `seed` is not used."""
     for task in tasks:
         yield (
             *task.messages,

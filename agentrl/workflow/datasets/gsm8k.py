@@ -33,7 +33,7 @@ HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.json
 
 
 def load(split: str) -> Iterator[Task]:
-    """The split's tasks, in the published order.
+    """Yield the split's tasks, in the published order.
 
     Raises:
         DatasetError: the split is unknown, neither folder nor hub can be reached, or the rows are not gsm8k's.
@@ -42,7 +42,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
-    """Each task's question, calculator calls with their real results, and the final answer; None if a call is wrong.
+    """Yield each task's question, calculator calls with their real results, and the final answer; None if a call is wrong.
 
     Args:
         tasks: tasks of this dataset.

@@ -102,7 +102,7 @@ def read_file(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
-    """The error that shows the first problems and counts the others."""
+    """Return the error that shows the first problems and counts the others."""
     shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     if "found none among" in problems[0]:
@@ -224,7 +224,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """The one of these keys that the row has.
+    """Return the one of these keys that the row has.
 
     Raises:
         ValueError: it has none of them, or several.
@@ -336,7 +336,7 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Checks that a value is text, not empty and without control characters, and returns it.
+    """Check that a value is text, not empty and without control characters, and return it.
 
     Raises:
         ValueError: it is not; the message names the value.

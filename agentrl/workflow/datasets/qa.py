@@ -30,7 +30,7 @@ Question = tuple[str, str]
 
 
 def load(split: str) -> Iterator[Task]:
-    """The tasks of `train` or `test`.
+    """Yield the tasks of `train` or `test`.
 
     Raises:
         DatasetError: another split.
@@ -45,7 +45,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Each task's answer; `seed` is not used."""
+    """Yield each task's answer; `seed` is not used."""
     return ((*task.messages, Message("assistant", task.reference)) for task in tasks)
 
 

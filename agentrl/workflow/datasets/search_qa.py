@@ -43,7 +43,7 @@ class Village:
 
 @cache
 def villages() -> tuple[Village, ...]:
-    """All villages; no two share a name or a founder."""
+    """Return all villages; no two share a name or a founder."""
     rng = random.Random("search_qa")
     names = rng.sample([start + end for start in STARTS.split() for end in ENDS.split()], 2 * VILLAGES)
     people = [f"{rng.choice(GIVEN_NAMES.split())} {name}" for name in names[VILLAGES:]]
@@ -57,7 +57,7 @@ def _village(rng: random.Random, name: str, founder: str, year: int) -> Village:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """(title, text) of every text in the collection."""
+    """Yield (title, text) of every text in the collection."""
     for village in villages():
         yield (
             village.name,
@@ -72,7 +72,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def load(split: str) -> Iterator[Task]:
-    """The tasks of `train` or `test`; `metadata["searches"]` are queries that lead to the answer.
+    """Yield the tasks of `train` or `test`; `metadata["searches"]` are queries that lead to the answer.
 
     Raises:
         DatasetError: another split.
@@ -87,7 +87,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """The searches with their real results, and the answer, for each task; `seed` is not used."""
+    """Yield the searches with their real results, and the answer, for each task; `seed` is not used."""
     from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]

@@ -169,7 +169,7 @@ QUESTIONS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """The questions of `train` or `test`.
+    """Yield the questions of `train` or `test`.
 
     Raises:
         DatasetError: another split.
@@ -184,7 +184,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """The answer with its query, for each task; `seed` is not used."""
+    """Yield the answer with its query, for each task; `seed` is not used."""
     return ((*task.messages, Message("assistant", f"```sql\n{task.reference}\n```")) for task in tasks)
 
 

@@ -32,7 +32,7 @@ KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
 
 
 def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
-    """The reply with all of its turns: a `ChatCompletion`."""
+    """Return the reply with all of its turns: a `ChatCompletion`."""
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
     return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})
@@ -45,14 +45,14 @@ def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: S
 
 
 def models(names: Sequence[str] | str, created: int = 0) -> dict[str, Any]:
-    """The reply to `/v1/models`."""
+    """Return the reply to `/v1/models`."""
     listed = [names] if isinstance(names, str) else names
     data = [{"id": name, "object": "model", "created": created, "owned_by": "agentrl"} for name in listed]
     return {"object": "list", "data": data}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The reply to a request that cannot be done."""
+    """Return the reply to a request that cannot be done."""
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code or None}}
 
 
@@ -71,13 +71,13 @@ class Events:
         self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
 
     def begin(self) -> bytes:
-        """The first event of each choice, which says whose turn it is."""
+        """Return the first event of each choice, which says whose turn it is."""
         ids: dict[str, Any] = {"prompt_token_ids": list(self._reply.prompt_ids)} if self._ask.token_ids else {}
         role = {"role": "assistant", "content": ""}
         return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))
 
     def token(self, choice: int, token: int) -> bytes:
-        """The events of the next token of a choice; none while it may yet belong to something else."""
+        """Return the events of the next token of a choice; none while it may yet belong to something else."""
         letters, cut, stream = self._stream(choice)
         events = [self._event(choice, _delta(piece)) for piece in stream.take(cut.take(letters.take(token)))]
         if self._ask.token_ids:
@@ -85,7 +85,7 @@ class Events:
         return b"".join(events)
 
     def end(self, choice: int, turn: ResponseTurn) -> bytes:
-        """The events of what is left of a choice: the rest of its text, its calls, why it ended."""
+        """Return the events of what is left of a choice: the rest of its text, its calls, why it ended."""
         letters, cut, stream = self._stream(choice)
         pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
         events = [self._event(choice, _delta(piece)) for piece in pieces]
@@ -97,7 +97,7 @@ class Events:
         return b"".join(events)
 
     def close(self, turns: Sequence[ResponseTurn]) -> bytes:
-        """The last events."""
+        """Return the last events."""
         if not self._ask.include_usage:
             return DONE
         return _spelled(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
@@ -116,7 +116,7 @@ class Events:
 
 
 def error_event(error: RequestError) -> bytes:
-    """The event that ends a stream which cannot go on."""
+    """Return the event that ends a stream which cannot go on."""
     return _spelled(error_body(error))
 
 

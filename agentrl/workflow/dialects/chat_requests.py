@@ -29,7 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(body: bytes) -> Ask:
-    """What the request asks for.
+    """Return what the request asks for.
 
     Raises:
         RequestError: 400, naming the field.

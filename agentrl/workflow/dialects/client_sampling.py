@@ -16,7 +16,8 @@ GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
 def limits_asked(limits: RolloutConfig, asked: Mapping[str, Any]) -> RolloutConfig:
-    """The run's limits with what the client asked for in place of them; a temperature below COLDEST takes the likeliest token.
+    """Return the run's limits with what the client asked for in place of them; a temperature below COLDEST takes the likeliest
+    token.
 
     Args:
         limits: the run's.
@@ -31,12 +32,12 @@ def limits_asked(limits: RolloutConfig, asked: Mapping[str, Any]) -> RolloutConf
 
 
 def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
-    """The limits with the client's stop strings beside the run's."""
+    """Return the limits with the client's stop strings beside the run's."""
     return limits.model_copy(update={"stop": tuple(dict.fromkeys((*limits.stop, *stop)))}) if stop else limits
 
 
 def key_asked(key: SamplingKey, asked: Mapping[str, Any]) -> SamplingKey:
-    """The key of an episode's draws; with the client's seed one that no episode is part of: it draws the same again."""
+    """Return the key of an episode's draws; with the client's seed one that no episode is part of: it draws the same again."""
     if "seed" not in asked:
         return key
     return replace(key, seed=int(asked["seed"]) % 2**SEED_BITS, purpose="client", iteration=0, task="", sample=0)

@@ -20,7 +20,7 @@ SHOWN = 100
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
+    """Return the JSON object of a body.
 
     Raises:
         RequestError: it is none, or nests too deep, or holds numbers that JSON does not know.
@@ -55,16 +55,16 @@ class Fields:
     at: str = ""
 
     def error(self, name: str, said: str, code: str = "") -> RequestError:
-        """The error of a field."""
+        """Return the error of a field."""
         where = f"{self.at}{name}"
         return RequestError(400, f"{where}: {said}.", code, where)
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, and not null."""
+        """Return whether the field is there, and not null."""
         return self.values.get(name) is not None
 
     def text(self, name: str, most: int | None = None) -> str:
-        """A text; empty where there is none."""
+        """Return a text; empty where there is none."""
         value = self.values.get(name)
         if value is None:
             return ""
@@ -82,7 +82,7 @@ class Fields:
         return bool(value)
 
     def integer(self, name: str, least: int, most: int) -> int | None:
-        """A whole number within bounds."""
+        """Return a whole number within bounds."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class Fields:
         return value
 
     def number(self, name: str, least: float, most: float) -> float | int | None:
-        """A number within bounds."""
+        """Return a number within bounds."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -106,14 +106,14 @@ class Fields:
         return value
 
     def object(self, name: str) -> "Fields":
-        """An object; an empty one where there is none."""
+        """Return an object; an empty one where there is none."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self._type_error(name, "an object", value)
         return Fields(value or {}, f"{self.at}{name}.")
 
     def array(self, name: str, most: int) -> list[Any]:
-        """An array; an empty one where there is none."""
+        """Return an array; an empty one where there is none."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -124,14 +124,14 @@ class Fields:
         return value
 
     def objects(self, name: str, most: int) -> Iterator["Fields"]:
-        """The objects of an array."""
+        """Yield the objects of an array."""
         for number, value in enumerate(self.array(name, most)):
             if not isinstance(value, dict):
                 raise self._type_error(f"{name}[{number}]", "an object", value)
             yield Fields(value, f"{self.at}{name}[{number}].")
 
     def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
-        """A text or several, none of them empty."""
+        """Return a text or several, none of them empty."""
         value = self.values.get(name)
         listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, most)
         found = [Fields({name: one}, self.at).text(name, longest) for one in listed]
@@ -140,7 +140,7 @@ class Fields:
         return tuple(found)
 
     def unknown_error(self, name: str) -> RequestError:
-        """The error for an unknown field, in the API's words."""
+        """Return the error for an unknown field, in the API's words."""
         return RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
 
     def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:
@@ -155,7 +155,7 @@ class Fields:
 
 
 def clean_tree(fields: Fields, name: str, value: Any) -> Any:
-    """A JSON value whose texts every database and tokenizer can hold."""
+    """Return a JSON value whose texts every database and tokenizer can hold."""
     if isinstance(value, str):
         return fields._clean(name, value)
     if isinstance(value, dict):

@@ -87,7 +87,7 @@ class GenerateRequest:
         follows: bool = True,
         session: int | None = None,
     ) -> "GenerateRequest":
-        """The request for a turn under a run's limits."""
+        """Return the request for a turn under a run's limits."""
         return cls(
             prompt_ids,
             policy,
@@ -129,17 +129,17 @@ class Engine(Protocol):
     """A sampler; its `engines.Backend` lists its capabilities."""
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submits a request; errors are raised by the future."""
+        """Submit a request; errors are raised by the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Frees the memory kept for a session's next turn, since there will be none; without one, for all sessions."""
+        """Free the memory kept for a session's next turn, since there will be none; without one, for all sessions."""
 
     def close(self) -> None:
-        """Ends the sampler; unfinished turns fail."""
+        """End the sampler; unfinished turns fail."""
 
 
 def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> None:
-    """Sets the error on all unfinished futures; an error that is not ours becomes an InfraError."""
+    """Set the error on all unfinished futures; an error that is not ours becomes an InfraError."""
     if not isinstance(error, AgentRLError):
         cause = error
         error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
@@ -151,12 +151,12 @@ def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> Non
 
 
 def closed_error() -> InfraError:
-    """The error of a turn that was not sampled before its engine was closed."""
+    """Return the error of a turn that was not sampled before its engine was closed."""
     return InfraError("The sampler was closed before this turn was sampled.")
 
 
 def nan_error() -> ModelError:
-    """The error of a turn whose logits are NaN."""
+    """Return the error of a turn whose logits are NaN."""
     return ModelError("The model returned NaN instead of logits.")
 
 
@@ -190,7 +190,7 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """Starts the engine for this policy.
+    """Start the engine for this policy.
 
     Raises:
         ConfigError: a required setting is missing.
@@ -201,7 +201,8 @@ def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
 
 
 def window(engine: Engine, most: int) -> int:
-    """The tokens of prompt and answer together: `most`, the model's own, or what the engine's `window()` says, if that is less.
+    """Return the tokens of prompt and answer together: `most`, the model's own, or what the engine's `window()` says, if that
+    is less.
 
     Raises:
         ServiceError, ModelError, InfraError: its server is away, or serves another model.
@@ -211,7 +212,7 @@ def window(engine: Engine, most: int) -> int:
 
 
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
-    """Refuses options that the engine cannot honour, as far as the config shows them.
+    """Refuse options that the engine cannot honour, as far as the config shows them.
 
     Args:
         trains: whether the run trains.
@@ -235,7 +236,7 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
 
 
 def check_options(backend: Backend, rollout: RolloutConfig) -> None:
-    """Refuses sampling options that the engine does not support.
+    """Refuse sampling options that the engine does not support.
 
     Raises:
         ConfigError: naming the option.
@@ -247,7 +248,7 @@ def check_options(backend: Backend, rollout: RolloutConfig) -> None:
 
 
 def check_weights(backend: Backend, kind: str, trained: bool) -> None:
-    """Refuses trained weights that the engine cannot sample from; it can always sample from the base.
+    """Refuse trained weights that the engine cannot sample from; it can always sample from the base.
 
     Args:
         kind: `lora` or `full`, as the policy trains.

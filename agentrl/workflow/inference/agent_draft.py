@@ -43,12 +43,12 @@ class AgentDraft:
 
 
 def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, equal: int = 1) -> AgentDraft:
-    """The turn after the step `parent`: its new messages, and their ids."""
+    """Return the turn after the step `parent`: its new messages, and their ids."""
     return AgentDraft(new, ids, lines.tokens(parent) + ids, parent, equal=equal)
 
 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> AgentDraft:
-    """A turn whose request is rendered whole, by reference to what it shares."""
+    """Return a turn whose request is rendered whole, by reference to what it shares."""
     parent, shared = lines.longest_share(ids)
     if parent == ROOT:
         return AgentDraft(messages, ids, ids, reason=reason)
@@ -57,7 +57,7 @@ def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str
 
 
 def shared_messages(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    """How many of the first messages are the same to the letter, in the order of their keys, too."""
+    """Return how many of the first messages are the same to the letter, in the order of their keys, too."""
     count = 0
     for one, other in zip(known, messages, strict=False):
         if not _same(one, other):
@@ -91,7 +91,7 @@ class Lines:
     _begins: list[int] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
-        """Adds the step with the next index."""
+        """Add the step with the next index."""
         parent = ROOT if step.parent is None else step.parent
         before = self._line(parent)[: step.shared]
         if step.shared is None and parent in self._ends:
@@ -101,15 +101,15 @@ class Lines:
         self.steps.append(step)
 
     def replace(self, step: Step) -> None:
-        """Takes another value of a step with the same tokens."""
+        """Take another value of a step with the same tokens."""
         self.steps[step.index] = step
 
     def tokens(self, index: int) -> Ids:
-        """All tokens of the line up to the end of that step."""
+        """Return all tokens of the line up to the end of that step."""
         return tuple(self._line(index).tolist())
 
     def longest_share(self, ids: Ids) -> tuple[int, int]:
-        """(step, n): the first step, and how many of its line's tokens, that share the most of the ids' beginning."""
+        """Return (step, n): the first step, and how many of its line's tokens, that share the most of the ids' beginning."""
         wanted = np.asarray(ids, np.int32)
         best, shared = ROOT, 0
         for end, line in sorted(self._ends.items()):

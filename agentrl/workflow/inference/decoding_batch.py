@@ -68,7 +68,7 @@ class ActiveTurn:
         return (*self.request.prompt_ids, *self.ids)
 
     def finish(self, reason: FinishReason) -> None:
-        """Answers the request."""
+        """Answer the request."""
         seconds = time.perf_counter() - self.started
         self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds, tuple(self.top)))
 
@@ -107,7 +107,7 @@ class Batch:
         return bool(self._left)
 
     def join(self, turns: Sequence[ActiveTurn]) -> None:
-        """Reads the turns' prompts into the slots after the live ones, which an error leaves unchanged."""
+        """Read the turns' prompts into the slots after the live ones, which an error leaves unchanged."""
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
@@ -124,7 +124,7 @@ class Batch:
         self.turns += joined
 
     def step(self) -> None:
-        """Samples one token for every live turn, and answers those that end with it."""
+        """Sample one token for every live turn, and answer those that end with it."""
         rows = self._state[: len(self.turns)]
         ids, logprobs, tops = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
@@ -150,7 +150,7 @@ class Batch:
             self._free(slot, bool(np.isnan(logprobs[slot])))
 
     def evict(self) -> list[ActiveTurn]:
-        """Takes all turns out, with their sampled tokens, and frees all memory."""
+        """Take all turns out, with their sampled tokens, and free all memory."""
         turns = self.turns
         for slot, turn in enumerate(turns):
             self._write_back(slot, turn)
@@ -159,7 +159,7 @@ class Batch:
         return turns
 
     def keep_less(self, stepping: bool) -> list[ActiveTurn]:
-        """Frees what is kept, and keeps half as many tokens from now on; returns turns that are no longer live.
+        """Free what is kept, and keeps half as many tokens from now on; returns turns that are no longer live.
 
         Args:
             stepping: a step has failed, which may have changed rows that cannot be read again; such turns are taken out.
@@ -169,14 +169,14 @@ class Batch:
         return self.evict() if stepping and not self._rows.rewinds else []
 
     def forget(self, session: int | None = None) -> None:
-        """Frees the keys and values kept for a session's next turn; without one, for all sessions."""
+        """Free the keys and values kept for a session's next turn; without one, for all sessions."""
         if session is None:
             self._left.clear()
         else:
             self._left.pop(session, None)
 
     def clear(self) -> None:
-        """Frees all memory, for other processes too; no turn may be live."""
+        """Free all memory, for other processes too; no turn may be live."""
         self._left.clear()
         self._rows.clear()
         free_cached_blocks(self._policy.device)

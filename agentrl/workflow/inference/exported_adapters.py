@@ -21,7 +21,7 @@ KEEP = 16
 
 
 def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
-    """A folder with the adapter of a trained policy, as PEFT and vLLM load it; made if need be.
+    """Return a folder with the adapter of a trained policy, as PEFT and vLLM load it; made if need be.
 
     Raises:
         CheckpointError: the checkpoint is missing, or was altered since its sha256 was recorded.

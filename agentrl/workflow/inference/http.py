@@ -68,7 +68,7 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Closes the connections; requests that still wait raise ServiceError."""
+        """Close the connections; requests that still wait raise ServiceError."""
         self._client.close()
 
     def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
@@ -85,7 +85,7 @@ class Connection:
         return read(shape, found, self.url, path)
 
     def tell(self, path: str, body: Any) -> None:
-        """Posts the body and ignores the answer. Raises as `read` does."""
+        """Post the body and ignore the answer. Raises as `read` does."""
         self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> bytes:
@@ -119,7 +119,7 @@ class Connection:
 
 
 def check_url(settings: Settings, who: Who = "engine") -> None:
-    """Checks that the URL of that server can be one.
+    """Check that the URL of that server can be one.
 
     Raises:
         ConfigError: it is missing, or is not an http URL with a host.

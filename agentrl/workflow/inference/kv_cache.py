@@ -37,32 +37,32 @@ class SlotCache(Cache):
         super().__init__(layers=[_make_layer(*each) for each in zip(layout.layers, layout.states, strict=True)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
-        """Lets the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
+        """Let the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
         for layer in self._slot_layers():
             layer.place(slice(first, first + count), None, length)
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
-        """Lets the next call write tokens at `positions` (B, T) of the slots from `first` on, and read the first `length`."""
+        """Let the next call write tokens at `positions` (B, T) of the slots from `first` on, and read the first `length`."""
         slots = torch.arange(first, first + len(positions), device=positions.device)[:, None]
         for layer in self._slot_layers():
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one slot into another; states must be those after so many tokens."""
+        """Copy the first `length` tokens of one slot into another; states must be those after so many tokens."""
         for layer in self._slot_layers():
             layer.copy(source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zeroes a slot."""
+        """Zero a slot."""
         for layer in self._slot_layers():
             layer.wipe(slot)
 
     def take(self, slot: int, length: int) -> SlotStates:
-        """A copy of a slot's first `length` tokens; states must be those after so many tokens."""
+        """Return a copy of a slot's first `length` tokens; states must be those after so many tokens."""
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
     def put(self, kept: SlotStates, slot: int) -> None:
-        """Puts what was taken out of a slot into another, from position 0."""
+        """Put what was taken out of a slot into another, from position 0."""
         for layer, states in zip(self._slot_layers(), kept.layers, strict=True):
             layer.put(slot, *states)
 
@@ -72,7 +72,7 @@ class SlotCache(Cache):
         return max((layer.tokens for layer in self.layers if isinstance(layer, KeySlots)), default=0)
 
     def clear(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         for layer in self._slot_layers():
             layer.reset()
 
@@ -88,7 +88,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything and frees the memory."""
+        """Forget everything and free the memory."""
         self._store: tuple[Tensor, Tensor] | None = None
         self.place(slice(0, 0), None, 0)
 
@@ -98,7 +98,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Sets the target of the next `update`: whole prompts (None), or tokens by slots (B, 1) and positions (B, T)."""
+        """Set the target of the next `update`: whole prompts (None), or tokens by slots (B, 1) and positions (B, T)."""
         self._rows, self._tokens, self._length = slots, tokens, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -115,37 +115,37 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies one slot's first tokens into another."""
+        """Copy one slot's first tokens into another."""
         assert self._store is not None
         self._store = _grow(self._store, max(source, target) + 1, length)
         for store in self._store:
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zeroes one slot's keys and values: a masked NaN would still spoil the slot's next row."""
+        """Zero one slot's keys and values: a masked NaN would still spoil the slot's next row."""
         if self._store is not None and slot < len(self._store[0]):
             for store in self._store:
                 store[slot] = 0
 
     def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """A copy of one slot's first tokens, each (heads, length, head_dim)."""
+        """Return a copy of one slot's first tokens, each (heads, length, head_dim)."""
         assert self._store is not None
         keys, values = self._store
         return keys[slot, :, :length].clone(), values[slot, :, :length].clone()
 
     def put(self, slot: int, *states: Tensor) -> None:
-        """Writes keys and values (heads, T, head_dim) into a slot, from position 0."""
+        """Write keys and values (heads, T, head_dim) into a slot, from position 0."""
         keys, values = states
         stores = self._reserve(keys[None], values[None], slot + 1, keys.shape[1])
         for store, written in zip(stores, states, strict=True):
             store[slot, :, : keys.shape[1]] = written
 
     def get_seq_length(self) -> int:
-        """The number of tokens before this call, as the causal mask counts them."""
+        """Return the number of tokens before this call, as the causal mask counts them."""
         return 0 if self._tokens is None else self._length - self._tokens[1].shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number of keys, offset of the first) for the mask of this call."""
+        """Return (number of keys, offset of the first) for the mask of this call."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -153,7 +153,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the first `update` makes the memory."""
+        """Do nothing: the first `update` makes the memory."""
 
     def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
@@ -173,12 +173,12 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything and frees the memory."""
+        """Forget everything and free the memory."""
         self._states: dict[tuple[str, int], Tensor] = {}
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Sets the slots of the next call: new rows (`tokens` is None), or rows that go on."""
+        """Set the slots of the next call: new rows (`tokens` is None), or rows that go on."""
         self._rows = slots
         for number in range(self.number_of_states):
             self.has_previous_state[number] = tokens is not None and bool(self._states)
@@ -202,29 +202,29 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies one slot's states into another."""
+        """Copy one slot's states into another."""
         self._grow(max(source, target) + 1)
         for store in self._states.values():
             store[target] = store[source]
 
     def wipe(self, slot: int) -> None:
-        """Zeroes one slot's states."""
+        """Zero one slot's states."""
         for store in self._states.values():
             if slot < len(store):
                 store[slot] = 0
 
     def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """A copy of one slot's states."""
+        """Return a copy of one slot's states."""
         return tuple(store[slot].clone() for store in self._states.values())
 
     def put(self, slot: int, *states: Tensor) -> None:
-        """Writes states into a slot."""
+        """Write states into a slot."""
         self._grow(slot + 1)
         for store, written in zip(self._states.values(), states, strict=True):
             store[slot] = written
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the first update makes the memory."""
+        """Do nothing: the first update makes the memory."""
 
     def _write(self, name: str, number: int, states: Tensor) -> None:
         if (name, number) not in self._states:
@@ -256,38 +256,38 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         StateSlots.__init__(self, number_of_states)
 
     def reset(self) -> None:
-        """Forgets everything and frees the memory."""
+        """Forget everything and free the memory."""
         self._store = None
         self._states = {}
         if hasattr(self, "conv_states"):
             self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Sets the slots of the next call."""
+        """Set the slots of the next call."""
         KeySlots.place(self, slots, tokens, length)
         StateSlots.place(self, slots, tokens, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies one slot into another."""
+        """Copy one slot into another."""
         KeySlots.copy(self, source, target, length)
         StateSlots.copy(self, source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zeroes one slot."""
+        """Zero one slot."""
         KeySlots.wipe(self, slot)
         StateSlots.wipe(self, slot)
 
     def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """A copy of one slot's keys, values and states."""
+        """Return a copy of one slot's keys, values and states."""
         return (*KeySlots.take(self, slot, length), *StateSlots.take(self, slot, length))
 
     def put(self, slot: int, *states: Tensor) -> None:
-        """Writes keys, values and states into a slot."""
+        """Write keys, values and states into a slot."""
         KeySlots.put(self, slot, *states[:2])
         StateSlots.put(self, slot, *states[2:])
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the first update makes the memory."""
+        """Do nothing: the first update makes the memory."""
 
 
 def _make_layer(content: str, states: int) -> Any:

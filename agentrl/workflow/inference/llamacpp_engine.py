@@ -30,7 +30,7 @@ _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """The engine over the server at the machine's `engine_url`; the server may start later.
+    """Return the engine over the server at the machine's `engine_url`; the server may start later.
 
     Raises:
         ConfigError: there is no URL.
@@ -46,11 +46,11 @@ class LlamaServer:
         self._connection = connection
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Asks for the context window, and compares the tokenizers.
+        """Ask for the context window, and compare the tokenizers.
 
         Raises:
             ModelError: the server has another vocabulary.
@@ -64,7 +64,7 @@ class LlamaServer:
         return window or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
-        """Samples one turn from the base."""
+        """Sample one turn from the base."""
         if request.temperature != 1:
             said = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
             raise ConfigError(said, "Sample at temperature 1, or with --engine rolling.")
@@ -125,7 +125,7 @@ class LlamaServer:
 
 
 def ends_within_character(text: bytes) -> bool:
-    """Whether a character of several bytes began in the last few, and is not whole, as llama.cpp decides it."""
+    """Return whether a character of several bytes began in the last few, and is not whole, as llama.cpp decides it."""
     for back in range(1, min(MAX_CHARACTER, len(text)) + 1):
         lead = text[-back]
         length = 2 if lead & 0xE0 == 0xC0 else 3 if lead & 0xF0 == 0xE0 else 4 if lead & 0xF8 == 0xF0 else 1

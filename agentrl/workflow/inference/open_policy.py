@@ -85,7 +85,7 @@ class OpenPolicy:
         self.close()
 
     def close(self) -> None:
-        """Ends the sampler; unfinished turns fail."""
+        """End the sampler; unfinished turns fail."""
         self._end()
 
     def generate(
@@ -96,7 +96,7 @@ class OpenPolicy:
         sample: int = 0,
         **limits: Any,
     ) -> Step:
-        """Samples one turn: the step has the parsed `message`, the exact ids and their logprobs.
+        """Sample one turn: the step has the parsed `message`, the exact ids and their logprobs.
 
         The turn ends at the model's end token, at a stop string, after `max_new_tokens` (`finish_reason` is then `length`),
         or at the latest where the model's window is full. Tool calls are not run: run them, and go on with their results.
@@ -130,7 +130,7 @@ class OpenPolicy:
     def forward(
         self, input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | Sequence[Sequence[int]] | None = None
     ) -> PolicyOutput:
-        """Runs the published weights on rows of tokens, without gradient.
+        """Run the published weights on rows of tokens, without gradient.
 
         Args:
             input_ids: (B, T), padded on either side.
@@ -182,7 +182,7 @@ class OpenPolicy:
         return Stream(self.engine, request, self.chat, step)
 
     def within(self, **changes: Any) -> RolloutConfig:
-        """The limits with these changes.
+        """Return the limits with these changes.
 
         Raises:
             ConfigError: a limit is invalid, or the engine does not support it.
@@ -215,7 +215,7 @@ class OpenPolicy:
 
 
 def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int = 0, **limits: Any) -> OpenPolicy:
-    """Loads a model and starts its sampler.
+    """Load a model and start its sampler.
 
     Args:
         model: `tiny`, a folder or a hub name; or a run's config, for a run's policy: `open_policy(*find_policy("RUN@best"))`

@@ -46,7 +46,7 @@ _HOT_TEMPERATURE = 8.0
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """The engine over the server at the machine's `engine_url`; the server may start later.
+    """Return the engine over the server at the machine's `engine_url`; the server may start later.
 
     Raises:
         ConfigError: there is no URL.
@@ -67,11 +67,11 @@ class OpenAIServer:
         self._published: set[str] = set()
 
     def close(self) -> None:
-        """Closes the connections; adapters stay on the server, for another worker may sample from them."""
+        """Close the connections; adapters stay on the server, for another worker may sample from them."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Checks which base the server serves.
+        """Check which base the server serves.
 
         Raises:
             ModelError: the base's name is not the policy's; no more than the name can be checked from here.
@@ -90,7 +90,7 @@ class OpenAIServer:
         return fitting[0].max_model_len or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
-        """Samples one turn; publishes the adapter first if the server does not have it."""
+        """Sample one turn; publishes the adapter first if the server does not have it."""
         self._check_logprobs(request)
         body = self._body(request, limit)
         try:

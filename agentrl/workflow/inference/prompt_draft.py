@@ -26,11 +26,11 @@ class Draft:
     chain: int = 0
 
     def context(self, episode: Episode) -> tuple[int, ...]:
-        """The policy's whole input: the episode's training row so far, and the new tokens."""
+        """Return the policy's whole input: the episode's training row so far, and the new tokens."""
         return self.prompt_ids if self.new_row else episode.context_ids + self.prompt_ids
 
     def step(self, index: int, completion: Completion, message: Message, policy_version: int) -> Step:
-        """The step of a completion; `message` is what its ids spell."""
+        """Return the step of a completion; `message` is what its ids spell."""
         return Step(
             index=index,
             prompt=self.messages,
@@ -47,7 +47,7 @@ class Draft:
 
 
 def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], schemas: Sequence[Schema]) -> Draft:
-    """The prompt of the episode's next turn.
+    """Return the prompt of the episode's next turn.
 
     Raises:
         ModelError: the template refuses these messages.

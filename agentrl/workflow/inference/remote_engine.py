@@ -41,17 +41,17 @@ class Server(Protocol):
     """The routes of one kind of server."""
 
     def greet(self) -> int:
-        """Checks that the server serves this base.
+        """Check that the server serves this base.
 
         Returns:
             The window: tokens of prompt and answer together.
         """
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
-        """Samples one turn of at most `limit` tokens."""
+        """Sample one turn of at most `limit` tokens."""
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
 
 
 class ServedEngine:
@@ -75,7 +75,7 @@ class ServedEngine:
         self._closed = False
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submits a request. A prompt that fills the window ends at once as `length`, with nothing sampled.
+        """Submit a request. A prompt that fills the window ends at once as `length`, with nothing sampled.
 
         The future raises ServiceError (the server is away), ConfigError (the server was started without a needed option),
         ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (the server
@@ -95,7 +95,8 @@ class ServedEngine:
         return future
 
     def window(self) -> int:
-        """The tokens of prompt and answer together, as the server said when it was greeted last; it is greeted if it was not.
+        """Return the tokens of prompt and answer together, as the server said when it was greeted last; it is greeted if it was
+        not.
 
         Raises:
             ServiceError, ModelError, InfraError: as a turn does, see `submit`.
@@ -103,10 +104,10 @@ class ServedEngine:
         return self._ensure_greeted()
 
     def release(self, session: int | None = None) -> None:
-        """Does nothing: nothing is kept here, and the server manages its own cache."""
+        """Do nothing: nothing is kept here, and the server manages its own cache."""
 
     def close(self) -> None:
-        """Ends the threads; unfinished requests fail."""
+        """End the threads; unfinished requests fail."""
         with self._submitting:
             self._closed = True
         self._server.close()
@@ -159,7 +160,7 @@ def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds:
 
 
 def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
-    """Checks that an answer has ids, each below `vocabulary`, and returns them.
+    """Check that an answer has ids, each below `vocabulary`, and return them.
 
     Raises:
         ModelError: the answer has no ids, or some outside of the vocabulary.
@@ -176,7 +177,7 @@ def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
 
 
 def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
-    """Checks an answer's logprobs and returns them.
+    """Check an answer's logprobs and return them.
 
     Raises:
         ModelError: there are none, or one is NaN or no finite float32.
@@ -195,7 +196,7 @@ def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
 
 
 def likeliest(found: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
-    """Checks the tokens that an answer tells for one place, id -> logprob, and returns the likeliest of them.
+    """Check the tokens that an answer tells for one place, id -> logprob, and return the likeliest of them.
 
     Raises:
         ModelError: an id is outside of the vocabulary, or a logprob no number.
@@ -206,5 +207,5 @@ def likeliest(found: Mapping[int, float | None], count: int, vocabulary: int, ur
 
 
 def seed(request: GenerateRequest) -> int:
-    """A 63-bit seed from key and position, for a server that draws by itself."""
+    """Return a 63-bit seed from key and position, for a server that draws by itself."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

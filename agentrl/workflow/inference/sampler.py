@@ -34,7 +34,7 @@ about a token's time, an empty slot costs only its own."""
 
 
 def start(policy: Policy, settings: Settings) -> "RollingEngine":
-    """Starts the engine with the machine's settings."""
+    """Start the engine with the machine's settings."""
     return RollingEngine(policy, settings.slots)
 
 
@@ -66,7 +66,7 @@ class RollingEngine:
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submits a request. A prompt that fills the context ends at once as `length`, with nothing sampled.
+        """Submit a request. A prompt that fills the context ends at once as `length`, with nothing sampled.
 
         The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings with a tokenizer that does
         not give the bytes of its tokens), CheckpointError (weights that cannot be published), InfraError (the model call
@@ -89,11 +89,11 @@ class RollingEngine:
         return turn.future
 
     def counts(self) -> dict[str, int]:
-        """The turns that are `live` and `waiting`, and the `limit` of live ones."""
+        """Return the turns that are `live` and `waiting`, and the `limit` of live ones."""
         return {"live": len(self._batch.turns), "waiting": len(self._waiting), "limit": self._slots.limit}
 
     def release(self, session: int | None = None) -> None:
-        """Frees the memory kept for a session's next turn; without one, for all sessions, and before it returns.
+        """Free the memory kept for a session's next turn; without one, for all sessions, and before it returns.
 
         Do not call it while holding the policy's lock.
         """
@@ -104,7 +104,7 @@ class RollingEngine:
                 self._changed.wait_for(lambda: None not in self._released or self._closed)
 
     def close(self) -> None:
-        """Ends the thread; waiting and live turns fail with InfraError."""
+        """End the thread; waiting and live turns fail with InfraError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

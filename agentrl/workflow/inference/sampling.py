@@ -21,7 +21,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draws one token per row by inverse CDF over float32 probabilities, in vocabulary order.
+    """Draw one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
     Sums are taken over blocks of the vocabulary first, and then inside the block that is drawn, so that only one pass writes a
     tensor as large as the logits, and none does in float64.
@@ -56,7 +56,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and the logprobs (N, K) of the K likeliest tokens, in the whole vocabulary, likeliest first.
+    """Return the ids and the logprobs (N, K) of the K likeliest tokens, in the whole vocabulary, likeliest first.
 
     Args:
         logits: (N, V).
@@ -88,19 +88,19 @@ def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The sampling distribution: logprobs (N, V), and cumulative sums (N, V), float64, of the float32 probabilities."""
+    """Return the sampling distribution: logprobs (N, V), and cumulative sums (N, V), float64, of the float32 probabilities."""
     everything = torch.log_softmax(scale_logits(logits, temperature), dim=-1)
     return everything, cumulative_probabilities(everything)
 
 
 def scale_logits(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """The logits (N, V) divided by the temperature, a number or (N,); float64 is kept, other types become float32."""
+    """Return the logits (N, V) divided by the temperature, a number or (N,); float64 is kept, other types become float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits / torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
 
 
 def cumulative_probabilities(logprobs: Tensor) -> Tensor:
-    """The cumulative sums (N, V), float64, of the float32 probabilities, in vocabulary order."""
+    """Return the cumulative sums (N, V), float64, of the float32 probabilities, in vocabulary order."""
     return logprobs.exp().float().double().cumsum(-1)
 
 
@@ -109,12 +109,12 @@ WIDTHS = (256, 8192)
 
 
 def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
-    """The logits (N, V), with -inf for those below the floor (N,)."""
+    """Return the logits (N, V), with -inf for those below the floor (N,)."""
     return logits.masked_fill(logits < floor[:, None], -torch.inf)
 
 
 def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
+    """Return the logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
 
     The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value, not a
     rank, so tokens as likely as the last allowed one are allowed too. The likeliest token is always allowed.
@@ -154,7 +154,7 @@ def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
 
 
 def draw_distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
-    """The distance (N,) of each uniform from its id's interval in [0, 1); 0 inside."""
+    """Return the distance (N,) of each uniform from its id's interval in [0, 1); 0 inside."""
     total = cumulative[:, -1]
     draws = uniforms.double() * total
     above = cumulative.gather(-1, ids[:, None])[:, 0]

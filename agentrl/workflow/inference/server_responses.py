@@ -133,7 +133,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
-    """Validates the answer of the server at `url` to `path`.
+    """Validate the answer of the server at `url` to `path`.
 
     Raises:
         InfraError: the answer has another shape; the message names the first difference.

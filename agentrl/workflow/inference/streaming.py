@@ -50,12 +50,12 @@ class Stream:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the turn with the token now being sampled; does nothing to a turn that is over."""
+        """End the turn with the token now being sampled; do nothing to a turn that is over."""
         self._stopped.set()
         self._future.cancel()
 
     def result(self) -> Step:
-        """The turn, once it is over; one that was stopped ends as `length`.
+        """Return the turn, once it is over; one that was stopped ends as `length`.
 
         Raises:
             AgentRLError: as the engine's `submit` says.

@@ -41,7 +41,7 @@ class TracedStep:
 def traced_steps(
     turns: Sequence[Turn], seconds: Sequence[float | None], chat: Chat, words: int, exact: bool
 ) -> list[TracedStep]:
-    """The turns as steps, in their order.
+    """Return the turns as steps, in their order.
 
     Args:
         seconds: how long each took.

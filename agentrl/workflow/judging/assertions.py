@@ -17,7 +17,7 @@ from agentrl.workflow.sandbox.program_tests import bound_names
 
 
 def parse_source(source: str) -> ast.Module:
-    """Parses a source.
+    """Parse a source.
 
     Raises:
         ValueError: it is no Python.
@@ -29,7 +29,7 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """(the cases of these functions, the number of asserts in another form).
+    """Return (the cases of these functions, the number of asserts in another form).
 
     Args:
         constants: the evaluator that this source shares with others, and with it their common size limit.
@@ -44,7 +44,7 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
 
 
 def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
-    """The cases of a source, if each of its asserts stands alone and is a case; None if the source must be run.
+    """Return the cases of a source, if each of its asserts stands alone and is a case; None if the source must be run.
 
     `assert True` tests nothing, and does not count.
 
@@ -60,7 +60,7 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Checks that all names that a source uses are defined when it runs after `program`.
+    """Check that all names that a source uses are defined when it runs after `program`.
 
     Raises:
         ValueError: a name is undefined, the source holds no assert, or it is not Python.

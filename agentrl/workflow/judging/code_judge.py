@@ -28,7 +28,7 @@ MAX_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Whether the value passes, for each pair of a case and the value that a function returned for it, both as text.
+    """Return whether the value passes, for each pair of a case and the value that a function returned for it, both as text.
 
     Raises:
         SandboxUnavailable: no sandbox works here.
@@ -54,7 +54,7 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
-    """Whether the model's function passes each test of a program of tests.
+    """Return whether the model's function passes each test of a program of tests.
 
     Args:
         reference: the program that the tests run after; it defines the correct function.
@@ -96,7 +96,7 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> Result:
-    """Calls a function of ours inside, with arguments as text: the result is `ok`, or says that they took too much.
+    """Call a function of ours inside, with arguments as text: the result is `ok`, or say that they took too much.
 
     Args:
         warm: the sessions that know the function; None: those of this file.

@@ -36,7 +36,7 @@ class Constants:
         self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression of constants and operators between them.
+        """Return the value of an expression of constants and operators between them.
 
         Raises:
             ValueError, TypeError: the expression holds something else, has no value, or is too large.
@@ -61,7 +61,7 @@ class Constants:
             raise ValueError(f"no value: {error}") from error
 
     def is_one(self, node: ast.expr) -> bool:
-        """Whether an expression is constant."""
+        """Return whether an expression is constant."""
         try:
             self.value(node)
         except (ValueError, TypeError, RecursionError):

@@ -31,7 +31,7 @@ STOP_SECONDS = 5.0
 
 
 def check_sdk() -> None:
-    """Checks that the SDK is installed.
+    """Check that the SDK is installed.
 
     Raises:
         ConfigError: it is not installed here.
@@ -43,7 +43,7 @@ def check_sdk() -> None:
 
 
 def parameters(name: str) -> "StdioServerParameters":
-    """The SDK's parameters to start the server of that name."""
+    """Return the SDK's parameters to start the server of that name."""
     from mcp import StdioServerParameters
 
     first, *others = command(name)
@@ -51,7 +51,7 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """The words of the command in a server's name.
+    """Return the words of the command in a server's name.
 
     Raises:
         ConfigError: there is none.
@@ -66,7 +66,7 @@ def command(name: str) -> list[str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words; for an exception group, the error inside it."""
+    """Return an error in words; for an exception group, the error inside it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -88,7 +88,7 @@ class Server:
         self._over = False
 
     def open(self) -> None:
-        """Starts the process where there is none.
+        """Start the process where there is none.
 
         Raises:
             InfraError: the process does not start.
@@ -100,7 +100,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
-        """Ends the process, if there is one, for good: a call that this cuts off does not start another."""
+        """End the process, if there is one, for good: a call that this cuts off does not start another."""
         self._over = True
         asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
 
@@ -211,7 +211,7 @@ _servers_lock = threading.Lock()
 
 
 def server(name: str) -> Server:
-    """The server of that name in this process, made but not started at first use.
+    """Return the server of that name in this process, made but not started at first use.
 
     Raises:
         ConfigError: the SDK is not installed here.
@@ -233,7 +233,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def stop_servers() -> None:
-    """Ends all servers that this process started."""
+    """End all servers that this process started."""
     with _servers_lock:
         for each in _servers.values():
             each.stop()

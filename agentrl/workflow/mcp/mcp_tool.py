@@ -34,12 +34,12 @@ MAX_TOOLS = 128
 
 
 def is_server(name: str) -> bool:
-    """Whether the name in `tools` means a server."""
+    """Return whether the name in `tools` means a server."""
     return name.startswith(PREFIX)
 
 
 def absolute_name(name: str) -> str:
-    """The name with files by their absolute paths: a tools worker starts the server in another folder."""
+    """Return the name with files by their absolute paths: a tools worker starts the server in another folder."""
     if not is_server(name):
         return name
     # Links are not resolved: an interpreter behaves differently under another name.
@@ -55,7 +55,7 @@ class McpTool(Tool):
 
     @classmethod
     def of(cls, told: ServedTool) -> "McpTool":
-        """The tool that a run's config describes."""
+        """Return the tool that a run's config describes."""
         return cls(_nothing, told.effects, CALL_SECONDS, opens=lambda: server(told.server).open(), told=told)
 
     @property
@@ -74,7 +74,7 @@ class McpTool(Tool):
         return function_schema(self.told.name, self.told.description, self.told.parameters)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Calls the tool on the server.
+        """Call the tool on the server.
 
         Raises:
             ToolFailure: the server refuses the arguments, or says that the tool failed.
@@ -93,7 +93,7 @@ def _nothing() -> str:
 
 
 def list_tools(name: str) -> tuple[ServedTool, ...]:
-    """The tools that the server of that name offers: it is started, asked and stopped.
+    """Return the tools that the server of that name offers: it is started, asked and stopped.
 
     Raises:
         ConfigError: there is no SDK, no such command, or it is not a server that offers tools.

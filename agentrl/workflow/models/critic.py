@@ -18,7 +18,7 @@ FILE = "critic.safetensors"
 
 
 def make_critic(policy: Policy) -> nn.Linear:
-    """A new value head (H) -> (1) for the policy: float32, or float64 where its body computes in it."""
+    """Return a new value head (H) -> (1) for the policy: float32, or float64 where its body computes in it."""
     with policy.training() as model:
         head = causal_model(model).get_output_embeddings()  # type: ignore[no-untyped-call]
         width = int(head.in_features)
@@ -31,18 +31,18 @@ def make_critic(policy: Policy) -> nn.Linear:
 
 
 def critic_parameters(critic: nn.Linear) -> dict[str, nn.Parameter]:
-    """The critic's parameters, under names that no parameter of a policy has."""
+    """Return the critic's parameters, under names that no parameter of a policy has."""
     return {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
 
 
 def save_critic(critic: nn.Linear, folder: Path) -> None:
-    """Writes the critic into a checkpoint's folder."""
+    """Write the critic into a checkpoint's folder."""
     save_file({name: p.detach().cpu().contiguous() for name, p in critic_parameters(critic).items()}, folder / FILE)
 
 
 @torch.no_grad()
 def load_critic(critic: nn.Linear, folder: Path) -> None:
-    """Loads the critic from a checkpoint, bit for bit.
+    """Load the critic from a checkpoint, bit for bit.
 
     Raises:
         CheckpointError: the checkpoint has no critic, or one of another width.

@@ -71,7 +71,7 @@ class Forward:
         self._head = product(core.lm_head)
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
-        """Reads the keys and values of earlier tokens from the slots, and writes those of these.
+        """Read the keys and values of earlier tokens from the slots, and write those of these.
 
         Args:
             ids: (B, T).
@@ -118,13 +118,13 @@ class Forward:
 
 
 def is_supported(model: Any, adapter: str = "") -> bool:
-    """Whether `Forward` can compute this model."""
+    """Return whether `Forward` can compute this model."""
     core = model.get_base_model() if adapter else model
     return type(core) in SUPPORTED and core.config._attn_implementation == "sdpa"
 
 
 def transformers_pass(model: Any) -> Pass:
-    """The `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
+    """Return the `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
     parameter = cache_parameter(model)
 
     def run(ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
@@ -160,7 +160,7 @@ def _norm(module: Any) -> Norm:
 
 
 def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
-    """Attention (B, H, T, D) for several tokens per row; without a bias each sees all up to itself.
+    """Return attention (B, H, T, D) for several tokens per row; without a bias each sees all up to itself.
 
     Args:
         copies: whether each of the H heads gets its own copy of the shared keys and values (B, K, L, D).
@@ -175,7 +175,7 @@ def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
 
 
 def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
-    """Whether a GPU would, without copies, materialise the scores (B, H, T, L) of all heads.
+    """Return whether a GPU would, without copies, materialise the scores (B, H, T, L) of all heads.
 
     It has a kernel for heads that share keys (not in float32), and one for a bias, but none for both.
     """

@@ -24,7 +24,7 @@ from agentrl.workflow.models.memory_estimate import HEAD_CHUNK
 def head_logprobs(
     head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of the targets after the hidden states, with a gradient, and the entropies.
+    """Return logprobs of the targets after the hidden states, with a gradient, and the entropies.
 
     Args:
         head: (H) -> (V) words, with or without a bias, frozen or trained.

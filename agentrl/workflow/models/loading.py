@@ -52,7 +52,7 @@ _loading_lock = threading.Lock()
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal["lora", "full"]) -> Any:
-    """Loads the model; `kind` (lora or full) decides what `auto` precision means.
+    """Load the model; `kind` (lora or full) decides what `auto` precision means.
 
     Raises:
         ModelError: the files make no model.
@@ -97,7 +97,7 @@ class ModelFacts:
 
 
 def check(config: ModelConfig, folder: Path) -> ModelFacts:
-    """Checks that `load` would succeed, without reading weights: only their shapes in the files' headers.
+    """Check that `load` would succeed, without reading weights: only their shapes in the files' headers.
 
     The attention implementation is left to `load`: what matters is the machine that loads the model.
 
@@ -242,7 +242,7 @@ def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConf
 
 
 def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
-    """(tokens that fit into one row, number of ids in the model's last layer).
+    """Return (tokens that fit into one row, number of ids in the model's last layer).
 
     A model whose config names no limit, such as one without positions, has none.
 
@@ -256,7 +256,7 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:
-    """Loads the folder's tokenizer; `code`: the folder's own code may run.
+    """Load the folder's tokenizer; `code`: the folder's own code may run.
 
     Raises:
         ModelError: the files make no tokenizer.
@@ -266,7 +266,7 @@ def load_tokenizer(folder: Path, code: bool = False) -> Any:
 
 
 def load_chat(config: ModelConfig, folder: Path) -> Chat:
-    """Loads the folder's tokenizer with the chat template and the tool format that the config names.
+    """Load the folder's tokenizer with the chat template and the tool format that the config names.
 
     Raises:
         ModelError: the files make no tokenizer, or its template cannot be rendered.

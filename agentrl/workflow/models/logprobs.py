@@ -66,13 +66,13 @@ def token_logprobs(
     wanted: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_scores` without a critic: the logprobs, and the entropies without a gradient."""
+    """Return `token_scores` without a critic: the logprobs, and the entropies without a gradient."""
     found = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
     return found.logprobs, found.entropy
 
 
 def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logprobs of the wanted tokens on lines that pack several rows; as `token_scores`. Requires `keeps_apart(model)`.
+    """Return logprobs of the wanted tokens on lines that pack several rows; as `token_scores`. Requires `keeps_apart(model)`.
 
     Args:
         input_ids: (B, T).
@@ -124,7 +124,7 @@ def token_scores(
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The language model itself, without peft's wrapper."""
+    """Return the language model itself, without peft's wrapper."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
@@ -134,7 +134,7 @@ def cache_parameter(model: nn.Module) -> str:
 
 
 def takes_parameter(model: nn.Module, name: str) -> bool:
-    """Whether the language model's forward pass names such a parameter."""
+    """Return whether the language model's forward pass names such a parameter."""
     return name in _parameters(type(causal_model(model)).forward)
 
 
@@ -144,7 +144,7 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
-    """The model's own logits (B, N, V) at N places: the last `keep`, or those in a tensor."""
+    """Return the model's own logits (B, N, V) at N places: the last `keep`, or those in a tensor."""
     if takes_parameter(model, "logits_to_keep"):
         logits: Tensor = model(**inputs, logits_to_keep=keep).logits
         return logits
@@ -153,14 +153,16 @@ def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether rows can continue cached keys and values: every layer attends to all earlier tokens, and the head is plain."""
+    """Return whether rows can continue cached keys and values: every layer attends to all earlier tokens, and the head is
+    plain.
+    """
     causal = causal_model(model)
     layers = DynamicCache(config=causal.config).layers
     return all(type(layer) is DynamicLayer for layer in layers) and _is_plain(causal)
 
 
 def keeps_apart(model: nn.Module) -> bool:
-    """Whether rows packed on one line do not see each other; tried out once per model."""
+    """Return whether rows packed on one line do not see each other; tried out once per model."""
     causal = causal_model(model)
     if causal not in _apart_models:
         training = causal.training
@@ -190,7 +192,7 @@ def _hidden_on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """Turns on gradient checkpointing inside: layers in train mode keep only their inputs and are computed again.
+    """Turn on gradient checkpointing inside: layers in train mode keep only their inputs and are computed again.
 
     Raises:
         ModelError: the model cannot do that.

@@ -42,7 +42,8 @@ _TEXT_FILES = (
 
 
 def resolve_model(name: str, dataset: str) -> str:
-    """The folder, or hub name, that a model's name means for runs on that dataset; of a GGUF file, the folder made of it.
+    """Return the folder, or hub name, that a model's name means for runs on that dataset; of a GGUF file, the folder made of
+    it.
 
     Raises:
         ModelError: the tiny model for this dataset has not been made yet, or a GGUF file is no model.
@@ -59,7 +60,7 @@ def resolve_model(name: str, dataset: str) -> str:
 
 
 def starting_policy(name: str, dataset: str) -> PolicyRef:
-    """The policy of an untrained base. A local folder is hashed now, a hub model when a worker first loads it.
+    """Return the policy of an untrained base. A local folder is hashed now, a hub model when a worker first loads it.
 
     Raises:
         ModelError: there is no such folder, and no such model on the hub.
@@ -95,12 +96,12 @@ def _no_tiny(dataset: str) -> ModelError:
 
 
 def sft_model_name(model: str, dataset: str) -> str:
-    """The name of the model that `agentrl sft` makes: `tiny-arithmetic`."""
+    """Return the name of the model that `agentrl sft` makes: `tiny-arithmetic`."""
     return f"{Path(model).name}-{Path(dataset).stem}"
 
 
 def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") -> None:
-    """Raises ConflictError if the folder exists; only one with a RECORD may be overwritten, which `how` asks for."""
+    """Raise ConflictError if the folder exists; only one with a RECORD may be overwritten, which `how` asks for."""
     if not target.exists():
         return
     if not overwrite:
@@ -110,7 +111,7 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
 
 
 def code_files(folder: Path) -> tuple[Path, ...]:
-    """The code files in a model's folder, if its config or its tokenizer's names one of them."""
+    """Return the code files in a model's folder, if its config or its tokenizer's names one of them."""
     named = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
     return there if named & {file.stem for file in there} else ()
@@ -131,20 +132,20 @@ def _named_modules(file: Path) -> Iterator[str]:
 
 
 def check_code(config: ModelConfig, folder: Path) -> None:
-    """Raises ModelError if the model has code of its own that the config does not trust."""
+    """Raise ModelError if the model has code of its own that the config does not trust."""
     code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} needs its own code ({code[0].name}).", TRUST)
 
 
 def code_hash(folder: Path) -> str:
-    """sha256 over the code in a model's folder; empty if there is none."""
+    """Return sha256 over the code in a model's folder; empty if there is none."""
     lines = [f"{file.name} {sha256_file(file)}" for file in code_files(folder)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def model_folder(path: str, code: bool = False) -> Path:
-    """The local folder of a model, fetched from the hub if needed, with its code if `code` may run.
+    """Return the local folder of a model, fetched from the hub if needed, with its code if `code` may run.
 
     Raises:
         ModelError: there is no such folder, and the hub does not know the model or cannot be reached.
@@ -160,7 +161,7 @@ def model_folder(path: str, code: bool = False) -> Path:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder of a model on this machine, the hub's cache included; None for a hub model that was not fetched yet.
+    """Return the folder of a model on this machine, the hub's cache included; None for a hub model that was not fetched yet.
 
     Raises:
         ModelError: the folder holds no model.
@@ -178,7 +179,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def check_on_hub(name: str) -> None:
-    """Checks that a hub model exists, in the cache or on the hub.
+    """Check that a hub model exists, in the cache or on the hub.
 
     Raises:
         ModelError: the hub does not know it, or cannot be reached.
@@ -272,7 +273,7 @@ def lora_rank_of(config: ModelConfig, shapes: Shapes) -> int:
 
 
 def base_hash(folder: Path) -> str:
-    """sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
+    """Return sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
 
     Raises:
         ModelError: the folder holds no `*.safetensors`.
@@ -286,7 +287,7 @@ def base_hash(folder: Path) -> str:
 
 
 def check_base(base: str, known: str) -> None:
-    """Checks by its hash (empty: not known) that a local base is the one that weights were trained on.
+    """Check by its hash (empty: not known) that a local base is the one that weights were trained on.
 
     Raises:
         ModelError: the base has changed.

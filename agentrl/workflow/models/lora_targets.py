@@ -33,7 +33,7 @@ class LoraLayers:
 
     @classmethod
     def of(cls, chosen: Mapping[str, int], modules: Iterable[str], transposed: bool) -> "LoraLayers":
-        """The chosen ones among all modules of a model; `chosen`: layer -> its inputs and outputs."""
+        """Return the chosen ones among all modules of a model; `chosen`: layer -> its inputs and outputs."""
         last = tuple(count_by_name(chosen))
         taken = {_last(name) for name in set(modules) - set(chosen)}
         return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()), transposed)

@@ -163,7 +163,7 @@ class Shape:
         return FLOAT * (norms * self.hidden + self.heads + 2) + self.element * states
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes that all layers keep for the backward pass; with checkpointing only what they read.
+        """Return bytes that all layers keep for the backward pass; with checkpointing only what they read.
 
         Weights that are cast to the precision of products are kept too.
         """
@@ -173,7 +173,9 @@ class Shape:
         return tokens * self.layers * self.kept + self.element * cast
 
     def at_work(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made again."""
+        """Return bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made
+        again.
+        """
         inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
         gradients = FLOAT * (self.hidden + 3 * inner)
         weight = self.element * self.hidden * inner

@@ -40,13 +40,13 @@ def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
+    """Return whether weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
     return device.type == "cpu" and dtype in ROUNDING and not why_not_packed(dtype)
 
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """The reason why this process does not pack a dtype of `ROUNDING`; empty if a packed product was right."""
+    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if a packed product was right."""
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))
     exact = functional.linear(inputs.double(), weight.double(), bias.double())
@@ -61,7 +61,7 @@ def why_not_packed(dtype: torch.dtype) -> str:
 
 
 def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
-    """The packed product itself; raises if oneDNN has none."""
+    """Return the packed product itself; raises if oneDNN has none."""
     kept = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def product(inputs: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def count_trained(base: int, rank: int, layers: LoraLayers | None) -> Parameters
 
 
 def count_parameters(module: "nn.Module") -> Parameters:
-    """Counts a module's parameters: quantised layers at their original size, the sampler's adapter left out."""
+    """Count a module's parameters: quantised layers at their original size, the sampler's adapter left out."""
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
     return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
 

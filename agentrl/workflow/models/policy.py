@@ -89,7 +89,7 @@ class Policy:
 
     @classmethod
     def load(cls, config: ModelConfig, path: str, device: str = "auto", threads: int = 0, weights: bool = True) -> "Policy":
-        """Loads a base and makes its trainable part.
+        """Load a base and make its trainable part.
 
         Args:
             config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, one thread.
@@ -129,7 +129,7 @@ class Policy:
             yield self._pass
 
     def has_fast_forward(self) -> bool:
-        """Whether `decoding` computes with agentrl's own forward pass."""
+        """Return whether `decoding` computes with agentrl's own forward pass."""
         with self.sampling() as model:
             layout = read_layout(causal_model(model).config, self.max_context)
             return layout is not None and layout.is_plain and is_supported(model, self._sampling_adapter)
@@ -163,7 +163,7 @@ class Policy:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def publish(self, ref: PolicyRef) -> bool:
-        """Makes `sampling` read `ref`'s weights (an empty path: the base itself); returns whether that changed them.
+        """Make `sampling` read `ref`'s weights (an empty path: the base itself); return whether that changed them.
 
         Raises:
             CheckpointError: the weights are for another base, missing, or altered since their sha256 was recorded; or the
@@ -181,7 +181,7 @@ class Policy:
         return True
 
     def check(self, ref: PolicyRef) -> None:
-        """Checks that `ref` belongs to this base.
+        """Check that `ref` belongs to this base.
 
         Raises:
             CheckpointError: it belongs to another.
@@ -199,7 +199,7 @@ class Policy:
         return "float32" if kinds == {torch.float32} else "coarse"
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Name in the weights file -> parameter that the optimizer trains."""
+        """Return name in the weights file -> parameter that the optimizer trains."""
         return self._slot("policy")
 
     @property
@@ -230,13 +230,13 @@ class Policy:
         return ADAPTER if self.kind == "lora" else MODEL
 
     def save_weights(self, file: Path) -> None:
-        """Writes the trained part as one safetensors file, in the dtype it trains in."""
+        """Write the trained part as one safetensors file, in the dtype it trains in."""
         with self.lock:
             tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in self.trainable().items()}
         save_file(tensors, file, metadata={"format": "pt"})
 
     def load_weights(self, file: Path | None) -> None:
-        """Sets the trained part from a file; None goes back to the base.
+        """Set the trained part from a file; None goes back to the base.
 
         Raises:
             CheckpointError: the file is missing, broken, or of another model; or the base's files have changed since they
@@ -353,7 +353,7 @@ def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
 
 
 def checked_weights(folder: Path, sha256: str) -> Path:
-    """The weights file of a checkpoint's folder, checked against the recorded sha256.
+    """Return the weights file of a checkpoint's folder, checked against the recorded sha256.
 
     Raises:
         CheckpointError: the file is missing, or was altered.
@@ -380,7 +380,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 def open_run_base(
     config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
 ) -> Policy:
-    """Loads the base that a run was made with.
+    """Load the base that a run was made with.
 
     Args:
         base_hash: the run's hash of the base; `manifest`: its hashes of tokenizer and chat template, where recorded.
@@ -402,7 +402,7 @@ def open_run_base(
 
 
 def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
-    """Loads the base, with the policy's weights as the trained part. Raises as `open_run_base`.
+    """Load the base, with the policy's weights as the trained part. Raises as `open_run_base`.
 
     Raises:
         CheckpointError: the weights were altered, or belong to another base.

@@ -62,7 +62,7 @@ TEMPLATE = """\
 
 
 def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2Tokenizer:
-    """Trains a byte-level BPE tokenizer with the tiny template on the texts; the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer with the tiny template on the texts; the same texts give the same tokenizer.
 
     It is of Qwen2's own class, because transformers loads every `qwen2` folder with that class and its splitting rules.
     """
@@ -90,13 +90,13 @@ def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2T
 
 
 def phrases(texts: Sequence[str]) -> list[str]:
-    """The phrases between special tokens and digits that at least every twentieth text has; each becomes one token."""
+    """Return the phrases between special tokens and digits that at least every twentieth text has; each becomes one token."""
     counts = Counter(part for text in texts for part in set(re.split(r"\d", SPECIAL.sub("0", text))) if len(part) > 1)
     return sorted(part for part, count in counts.items() if count * 20 >= len(texts))
 
 
 def tiny_model(vocabulary: int, seed: int, layers: int = 4, width: int = 128) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights."""
+    """Return a Qwen2 with random weights."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -117,6 +117,6 @@ def tiny_model(vocabulary: int, seed: int, layers: int = 4, width: int = 128) ->
 
 
 def save_tiny(folder: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
-    """Writes both in the hub's format."""
+    """Write both in the hub's format."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -67,7 +67,7 @@ class Judge(Tool):
     reference_form: str = ""
 
     def __call__(self, episode: Episode) -> Value:
-        """The value, found here.
+        """Return the value, found here.
 
         Raises:
             SandboxUnavailable: nothing here can hold model-written code.
@@ -82,12 +82,12 @@ class Judge(Tool):
         return found if isinstance(found, ToolResult) else ToolResult(str(found))
 
     def overdue(self) -> AgentRLError:
-        """The system's failure: what the judged code may take is limited inside."""
+        """Return the system's failure: what the judged code may take is limited inside."""
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
 
 def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
-    """Those of the rewards that are judges, by the reward's name.
+    """Return those of the rewards that are judges, by the reward's name.
 
     Raises:
         ConfigError: a judge's name is too long.
@@ -101,7 +101,7 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
 
 
 def check_rewards(weights: Mapping[str, float]) -> None:
-    """Looks, before anything is rolled out, whether each can be called with an episode alone.
+    """Look, before anything is rolled out, whether each can be called with an episode alone.
 
     Raises:
         ConfigError: one cannot.
@@ -126,7 +126,7 @@ def _uncallable(reward: Reward) -> str:
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """What must be asked of judges before the finished episode can be scored: arguments by the judge's name.
+    """Return what must be asked of judges before the finished episode can be scored: arguments by the judge's name.
 
     Args:
         optional: as of `score`.
@@ -146,7 +146,7 @@ def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collectio
 def verdicts(
     judges: Mapping[str, Judge], results: Mapping[str, ToolResult], optional: Collection[str] = ()
 ) -> dict[str, Value | None]:
-    """The values that judges gave; None for an optional one that failed.
+    """Return the values that judges gave; None for an optional one that failed.
 
     Args:
         optional: as of `score`.
@@ -170,7 +170,7 @@ def score(
     judged: Mapping[str, Value | None] = MappingProxyType({}),
     optional: Collection[str] = (),
 ) -> dict[str, Part]:
-    """The named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
+    """Return the named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
 
     Args:
         optional: rewards that are recorded beside those that a person named (`envs.optional_rewards`). Where one fails, for
@@ -193,7 +193,7 @@ def score(
 
 
 def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict[str, Part]:
-    """The parts of an episode with so many steps, of which those at `places` were scored: the others earned nothing."""
+    """Return the parts of an episode with so many steps, of which those at `places` were scored: the others earned nothing."""
     if len(places) == steps:
         return dict(parts)
 
@@ -205,7 +205,7 @@ def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict
 
 
 def numbers(value: object) -> Part:
-    """One number or several, as plain floats.
+    """Return one number or several, as plain floats.
 
     Raises:
         TypeError: it is something else; a text that reads like a number is none.
@@ -220,7 +220,7 @@ def _number(value: object) -> float:
 
 
 def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
-    """The value that `source` returned, for the part of that name where it returns several, with its numbers checked.
+    """Return the value that `source` returned, for the part of that name where it returns several, with its numbers checked.
 
     Raises:
         RewardError: one is not finite or beyond `MAX_REWARD`, or they are not as many as the steps.
@@ -249,7 +249,7 @@ def _why_unusable(value: float) -> str:
 
 
 def part_sum(part: Part) -> float:
-    """The part's sum over the episode."""
+    """Return the part's sum over the episode."""
     return part if isinstance(part, float) else math.fsum(part)
 
 
@@ -269,7 +269,7 @@ def _raise_reward_errors(name: str) -> Iterator[None]:
 
 
 def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
-    """The parts that `source`, a hook or an env, returned for an episode of so many steps.
+    """Return the parts that `source`, a hook or an env, returned for an episode of so many steps.
 
     Raises:
         RewardError: a value is neither a finite number nor one for each step; a name is empty, too long or cannot be printed.
@@ -281,7 +281,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """The episode with its reward, the parts of it, and what each step earned.
+    """Return the episode with its reward, the parts of it, and what each step earned.
 
     Raises:
         RewardError: the sum is too large for a number.
@@ -296,7 +296,7 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """The scalar: the weighted sum of the parts; a part without a weight (from a hook) counts 1.
+    """Return the scalar: the weighted sum of the parts; a part without a weight (from a hook) counts 1.
 
     Raises:
         RewardError: the sum is too large for a number.
@@ -308,7 +308,7 @@ def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> flo
 
 
 def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
-    """Hash of the weights and of the statements of each reward's file: the same hash means that the same code scored.
+    """Return hash of the weights and of the statements of each reward's file: the same hash means that the same code scored.
 
     Args:
         anew: as the files are now; else as they were when this process first hashed them, which is what it has loaded.

@@ -22,7 +22,7 @@ ANSWER = re.compile(r"(?:(?:.*\n)?[ \t]*####[ \t]*)?[-+]?\$?(?:[0-9]{1,3}(?:,[0-
 
 
 def format(episode: Episode) -> float:
-    """The share of turns that are well formed."""
+    """Return the share of turns that are well formed."""
     if not episode.steps:
         return 0.0
     return sum(map(_well_formed, episode.steps)) / len(episode.steps)

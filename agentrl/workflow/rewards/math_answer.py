@@ -88,7 +88,7 @@ for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", 
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """What is judged; 0.0 where there is no answer."""
+    """Return what is judged; 0.0 where there is no answer."""
     answer = episode.final_answer[-MAX_CHARACTERS:]
     if episode.stop_reason != "answered" or not writable(answer):
         return 0.0
@@ -143,7 +143,7 @@ def _hint(kind: str, reads: Sequence[str]) -> str:
 
 
 def installed() -> tuple[str, ...]:
-    """The folders of the packages.
+    """Return the folders of the packages.
 
     Raises:
         ConfigError: one of them is not installed.
@@ -156,7 +156,7 @@ def installed() -> tuple[str, ...]:
 
 
 def ready() -> None:
-    """Makes sure that answers can be judged here. Raises as a first answer would."""
+    """Make sure that answers can be judged here. Raises as a first answer would."""
     with _warm.one():
         pass
 

@@ -23,7 +23,7 @@ MAX_TRIED = 8
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | Value:
-    """What is judged; 0.0 where no test is shown or nothing was tried."""
+    """Return what is judged; 0.0 where no test is shown or nothing was tried."""
     metadata = episode.task.metadata
     left = iter(range(MAX_TRIED))
     tried = [[code for code, _ in zip(_programs(step), left, strict=False)] for step in episode.steps]

@@ -46,13 +46,13 @@ sql_match.reference_form = "{}"  # type: ignore[attr-defined]
 
 
 def read_query(text: str) -> str:
-    """The query that a text gives as its answer."""
+    """Return the query that a text gives as its answer."""
     blocks = BLOCK.findall(text)
     return str(blocks[-1]).strip() if blocks else text.rpartition("####")[2].strip()
 
 
 def ordered(query: str) -> bool:
-    """Whether the query itself, and not only one inside of it, orders its rows."""
+    """Return whether the query itself, and not only one inside of it, orders its rows."""
     bare = QUOTED.sub("''", query)
     while INSIDE.search(bare):
         bare = INSIDE.sub("", bare)

@@ -51,7 +51,7 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """What is judged; 0.0 where there is no answer to run.
+    """Return what is judged; 0.0 where there is no answer to run.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -63,7 +63,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """What is asked about an answer to a task: the arguments of `tests_passed`.
+    """Return what is asked about an answer to a task: the arguments of `tests_passed`.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -79,13 +79,13 @@ def question(task: Task, answer: str) -> dict[str, Any]:
 
 
 def read_code(text: str) -> str:
-    """The code that a text gives as its answer."""
+    """Return the code that a text gives as its answer."""
     blocks = BLOCK.findall(text)
     return str(blocks[-1] if blocks else text).strip()
 
 
 def writable(code: str) -> bool:
-    """Whether it is text that a file can hold, and not empty."""
+    """Return whether it is text that a file can hold, and not empty."""
     try:
         return bool(code.encode())
     except UnicodeEncodeError:
@@ -98,7 +98,7 @@ def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], tes
 
 
 def told(found: object, cpu_seconds: float) -> ToolResult:
-    """A verdict, as its row takes it."""
+    """Return a verdict, as its row takes it."""
     return ToolResult(json.dumps(found), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 
@@ -148,7 +148,7 @@ class Budget:
         return self.used >= self._most or self._idle >= WHOLE_IDLE_SECONDS
 
     def pay(self, result: Result) -> None:
-        """Takes what a cell or call has used."""
+        """Take what a cell or call has used."""
         self.used += result.cpu_seconds
         self._idle += max(0.0, result.wall_seconds - result.cpu_seconds - result.waited_seconds - SERVED_SECONDS)
 
@@ -165,7 +165,7 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Runs what is not empty of the cells; whether all of them ended well.
+        """Run what is not empty of the cells; whether all of them ended well.
 
         Raises:
             InfraError: the sandbox failed, or the machine was too busy.
@@ -180,7 +180,8 @@ class Calls:
         return True
 
     def __call__(self, args: str) -> str | None:
-        """The text of the value that the function gives for such a text of arguments (`checks.KnownCalls`); None where it
+        """Return the text of the value that the function gives for such a text of arguments (`checks.KnownCalls`); None where
+        it
         gives none.
 
         Raises:
@@ -202,7 +203,7 @@ class Calls:
 
 
 def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
-    """The share of the cases that the function passes once the cells have run.
+    """Return the share of the cases that the function passes once the cells have run.
 
     The cases are texts, as a task has them. 0.0 where a cell fails; those that would begin once the budget is spent count as
     failed.

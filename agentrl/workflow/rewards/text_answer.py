@@ -40,7 +40,7 @@ text_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
 
 
 def read_answer(text: str) -> str:
-    """What a text gives as its answer."""
+    """Return what a text gives as its answer."""
     marked = text.rpartition("####")
     answer = marked[2] if marked[1] else text
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
@@ -51,6 +51,6 @@ def read_answer(text: str) -> str:
 
 
 def normal(text: str) -> str:
-    """The words of a text in lower case, without articles and without punctuation at their ends."""
+    """Return the words of a text in lower case, without articles and without punctuation at their ends."""
     words = (word.strip(ENDS) for word in unicodedata.normalize("NFKC", text).casefold().split())
     return " ".join(word for word in words if word and word not in ARTICLES)

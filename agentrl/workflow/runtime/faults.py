@@ -23,7 +23,7 @@ class InjectedFault(Exception):
 
 
 def faultpoint(name: str) -> None:
-    """Counts a hit of the point, and carries out the fault that is due, if any.
+    """Count a hit of the point, and carry out the fault that is due, if any.
 
     Raises:
         InjectedFault: the fault due at this hit is `raise`.

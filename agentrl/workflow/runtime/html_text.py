@@ -19,7 +19,7 @@ class PageTooLong(Exception):
 
 
 def text_of(page: str) -> str:
-    """The text of a page, one line per block.
+    """Return the text of a page, one line per block.
 
     Raises:
         PageTooLong: it used up the time or memory that a page has.
@@ -63,7 +63,7 @@ class _Words(HTMLParser):
 
 
 def extract_text(page: str) -> str:
-    """The text of a page, without limits."""
+    """Return the text of a page, without limits."""
     words = _Words()
     words.feed(page)
     words.close()
@@ -72,7 +72,7 @@ def extract_text(page: str) -> str:
 
 
 def main() -> None:
-    """Reads the page from stdin and writes its text to stdout."""
+    """Read the page from stdin and write its text to stdout."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     text = extract_text(sys.stdin.buffer.read().decode(errors="replace"))

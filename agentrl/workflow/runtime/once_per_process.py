@@ -20,7 +20,7 @@ class Once(Generic[Made]):
         self._made = cache(make)
 
     def __call__(self) -> Made:
-        """Returns the result, made if need be."""
+        """Return the result, made if need be."""
         with self._lock:
             return self._made()
 
@@ -30,5 +30,5 @@ class Once(Generic[Made]):
         return bool(self._made.cache_info().currsize)
 
     def forget(self) -> None:
-        """Drops the result: the next call makes another."""
+        """Drop the result: the next call makes another."""
         self._made.cache_clear()

@@ -33,18 +33,18 @@ Line = tuple[str, str]
 
 
 def clean(text: str) -> str:
-    """The text without terminal escapes; other control characters become U+FFFD."""
+    """Return the text without terminal escapes; other control characters become U+FFFD."""
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
 def one_line(text: str, limit: int = CELL_CHARS) -> str:
-    """The text cleaned, on one line, cut at `limit` characters."""
+    """Return the text cleaned, on one line, cut at `limit` characters."""
     flat = " ".join(clean(text[: 4 * limit + 1000]).split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
 def cell(value: Any) -> str:
-    """A value as a short text on one line."""
+    """Return a value as a short text on one line."""
     match value:
         case None:
             return "-"
@@ -65,7 +65,9 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null, numbers of many digits as text."""
+    """Return a value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null, numbers of many digits as
+    text.
+    """
     match value:
         case None | bool() | str():
             return value
@@ -98,5 +100,5 @@ def _plain_number(value: Decimal) -> int | float | str | None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`."""
+    """Return `1 call`, `2 calls`."""
     return f"{number} {noun}{'s' * (number != 1)}"

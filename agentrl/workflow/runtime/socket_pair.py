@@ -4,7 +4,7 @@ import socket
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair whose ends block, whatever default the process has.
+    """Make a pair whose ends block, whatever default the process has.
 
     A library may change that default for a moment, for all threads (Celery does where a worker shuts down). A socket with a
     timeout is non-blocking underneath, and stays so in the child that is handed its end.

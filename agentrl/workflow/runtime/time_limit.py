@@ -9,7 +9,7 @@ Answer = TypeVar("Answer")
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Runs the work and returns its result; past the limit it is cancelled, whatever it waits for, and its connections close.
+    """Run the work and return its result; past the limit it is cancelled, whatever it waits for, and its connections close.
 
     It runs in a thread of its own, so that an asynchronous caller may use it too.
 

@@ -30,7 +30,7 @@ class Patience:
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
     def look(self, meant: float) -> float:
-        """Counts the time for which the whole process stood still since the last look, and returns the call's own seconds.
+        """Count the time for which the whole process stood still since the last look, and return the call's own seconds.
 
         The standstill is the time on the clock beyond the `meant` wait and the process's own work: the process was stopped,
         or got no core, and so the call did nothing either.
@@ -48,12 +48,12 @@ class Patience:
         return time.monotonic() - self._began - self.seconds_waited - self._still
 
     def end(self) -> None:
-        """Gives the call up: from now on its waits raise."""
+        """Give the call up: from now on its waits raise."""
         self._over = True
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Makes this the thread's patience inside."""
+        """Make this the thread's patience inside."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -78,7 +78,7 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Marks the time inside as this thread's wait for a shared resource.
+    """Mark the time inside as this thread's wait for a shared resource.
 
     Raises:
         InfraError: the call was given up.

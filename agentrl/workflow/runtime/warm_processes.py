@@ -31,7 +31,7 @@ class Warm(Generic[Kept]):
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
-        """Lends one process to the caller alone.
+        """Lend one process to the caller alone.
 
         Raises:
             AgentRLError: it cannot be opened.
@@ -51,7 +51,7 @@ class Warm(Generic[Kept]):
         return self._places().qsize()
 
     def forget(self) -> None:
-        """Lets all be opened anew; a process now in use is kept until its user is done."""
+        """Let all be opened anew; a process now in use is kept until its user is done."""
         self._places.forget()
 
     @staticmethod

@@ -60,7 +60,7 @@ class Limits:
     asleep_seconds: float = 10.0
 
     def wall(self, running: int) -> float:
-        """The limit on the clock while `running` processes want this machine's cores."""
+        """Return the limit on the clock while `running` processes want this machine's cores."""
         if self.wall_seconds is not None:
             return self.wall_seconds
         crowd = running / (os.cpu_count() or 1)
@@ -111,7 +111,7 @@ class Session(Protocol):
         ...
 
     def run(self, code: str, limits: Limits | None = None) -> Result:
-        """Runs a cell; the value of a last expression is printed. `limits` replace the session's for this cell.
+        """Run a cell; the value of a last expression is printed. `limits` replace the session's for this cell.
 
         Raises:
             ConfigError: `limits` change memory, processes or tmp, which belong to the whole session, or allow more processor
@@ -120,7 +120,7 @@ class Session(Protocol):
         ...
 
     def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
-        """Calls a function that the cells defined, with plain data. How other values come out: see `sandbox.exact_json`.
+        """Call a function that the cells defined, with plain data. How other values come out: see `sandbox.exact_json`.
 
         Args:
             args: a sequence of plain data, or the `exact_json` text of a list or tuple.
@@ -129,7 +129,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends all of its processes, once a running cell has ended. Calling it twice is no error."""
+        """End all of its processes, once a running cell has ended. Calling it twice is no error."""
         ...
 
 
@@ -142,11 +142,11 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
-        """Runs a program in a fresh interpreter with a fresh /tmp; nothing of it is left when this returns."""
+        """Run a program in a fresh interpreter with a fresh /tmp; nothing of it is left when this returns."""
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
-        """Opens a session.
+        """Open a session.
 
         Args:
             reads: further paths of this host that the session may read.
@@ -158,5 +158,5 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends whatever still runs. Calling it twice is no error."""
+        """End whatever still runs. Calling it twice is no error."""
         ...

@@ -48,7 +48,7 @@ class BoxedLine:
         self._keepers: Set[int] = set()
 
     def take_output(self) -> bytes:
-        """Returns part of what was printed so far, empty where nothing was."""
+        """Return part of what was printed so far, empty where nothing was."""
         with suppress(BlockingIOError):
             return os.read(self._printed, 500)
         return b""
@@ -114,7 +114,7 @@ class BoxedLine:
 
 
 def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
-    """Opens a session in a sandbox of its own.
+    """Open a session in a sandbox of its own.
 
     Raises:
         InfraError: the session did not start.

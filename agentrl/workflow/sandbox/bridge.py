@@ -63,7 +63,7 @@ class Filter(ctypes.Structure):
 
 
 def read_exactly(length: int) -> bytes:
-    """Reads the next bytes of stdin; ends this container where the host has closed it."""
+    """Read the next bytes of stdin; end this container where the host has closed it."""
     parts: list[bytes] = []
     while length:
         part = os.read(0, min(length, 1 << 20))
@@ -75,7 +75,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """Reads the next line of stdin, and not a byte more."""
+    """Read the next line of stdin, and not a byte more."""
     found = b""
     while not found.endswith(b"\n"):
         found += read_exactly(1)
@@ -83,7 +83,7 @@ def read_line() -> bytes:
 
 
 def make_file(content: bytes) -> int:
-    """Makes a file without a name, positioned at its beginning."""
+    """Make a file without a name, positioned at its beginning."""
     fd = os.memfd_create("given")
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -92,7 +92,7 @@ def make_file(content: bytes) -> int:
 
 
 def become(header: Header, files: dict[int, int]) -> NoReturn:
-    """Turns the child into the program: its files at their places, the filter, then exec."""
+    """Turn the child into the program: its files at their places, the filter, then exec."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a process that is not dumpable may not write the next file
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -110,14 +110,14 @@ def become(header: Header, files: dict[int, int]) -> NoReturn:
 
 
 def send(kind: bytes, data: bytes) -> None:
-    """Sends a frame to the host."""
+    """Send a frame to the host."""
     frame = FRAME.pack(kind, len(data)) + data
     while frame:
         frame = frame[os.write(1, frame) :]
 
 
 def counts(waited: float) -> bytes:
-    """The kernel's counts for this container as JSON: kills for memory, refused processes, processor time.
+    """Return the kernel's counts for this container as JSON: kills for memory, refused processes, processor time.
 
     Args:
         waited: seconds that the container waited for a core.
@@ -132,7 +132,7 @@ def counts(waited: float) -> bytes:
 
 
 def drain(output: int) -> None:
-    """Sends the output so far."""
+    """Send the output so far."""
     while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
         send(b"O", data)
 
@@ -149,7 +149,7 @@ class Relay:
         self.status: int | None = None
 
     def run(self) -> int:
-        """Relays until the child has ended, and returns its exit code, negative for a signal."""
+        """Relay until the child has ended, and return its exit code, negative for a signal."""
         pidfd = os.pidfd_open(self.child)
         watched = {0, pidfd, self.output, self.control.fileno(), self.ready}
         while pidfd in watched:
@@ -165,7 +165,7 @@ class Relay:
         return os.waitstatus_to_exitcode(self.status)
 
     def relay_from_host(self) -> None:
-        """Relays one frame."""
+        """Relay one frame."""
         kind, length = FRAME.unpack(read_exactly(FRAME.size))
         data = read_exactly(length)
         if kind == b"E":
@@ -178,7 +178,7 @@ class Relay:
             self.control.sendall(data)
 
     def relay_from_child(self, fd: int) -> bool:
-        """Relays what can be read from `fd`, if nobody has read it meanwhile; False at its end."""
+        """Relay what can be read from `fd`, if nobody has read it meanwhile; False at its end."""
         if not select.select([fd], [], [], 0)[0]:
             return True
         if fd == self.control.fileno():
@@ -189,7 +189,7 @@ class Relay:
         return bool(data)
 
     def relay_message(self) -> bool:
-        """Relays a message of one of the session's processes, after all output that came before it."""
+        """Relay a message of one of the session's processes, after all output that came before it."""
         data, told, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
         process = CREDENTIALS.unpack(told[0][2])[0] if told else 0
@@ -197,7 +197,7 @@ class Relay:
         return bool(data)
 
     def settle_others(self, lasting: set[int]) -> bytes:
-        """Ends all but `lasting` and the keeper, sends their remaining messages and output; returns their number as JSON."""
+        """End all but `lasting` and the keeper, send their remaining messages and output; return their number as JSON."""
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
         except freeze.SettleError as error:
@@ -208,12 +208,12 @@ class Relay:
         return json.dumps([ended, wrong]).encode()
 
     def others(self) -> set[int]:
-        """The processes beside the bridge and the child, which keeps the session."""
+        """Return the processes beside the bridge and the child, which keeps the session."""
         self.bury()
         return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid(), self.child}
 
     def bury(self) -> None:
-        """Reaps processes that have ended: orphans become children of the first process."""
+        """Reap processes that have ended: orphans become children of the first process."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -226,13 +226,13 @@ class Relay:
 
 
 def signal_all(number: int) -> None:
-    """Signals all processes of the container but this one, in one step that a fork cannot outrun."""
+    """Signal all processes of the container but this one, in one step that a fork cannot outrun."""
     with suppress(ProcessLookupError):
         os.kill(-1, number)
 
 
 def main() -> None:
-    """Starts the program and relays; the container ends with this process."""
+    """Start the program and relays; the container ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header: Header = json.loads(read_line())
     sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))

@@ -43,7 +43,7 @@ class Profile:
 
 
 def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: int | None, first: bool = False) -> bytes:
-    """The options that bwrap reads from the descriptor of `--args`.
+    """Return the options that bwrap reads from the descriptor of `--args`.
 
     Args:
         info: the descriptor on which bwrap reports the sandbox's first process.
@@ -70,7 +70,7 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
 
 
 def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
-    """The whole command line, outermost first: join the groups, drop the user, bwrap, the interpreter."""
+    """Return the whole command line, outermost first: join the groups, drop the user, bwrap, the interpreter."""
     words = [profile.bwrap, "--args", str(args), "--", *inside]
     if uid is not None:
         number = str(uid)

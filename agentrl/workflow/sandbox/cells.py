@@ -44,7 +44,7 @@ ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
 
 
 def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, orders: int = NOBODY) -> None:
-    """Serves requests, a line of JSON each, until the socket is closed.
+    """Serve requests, a line of JSON each, until the socket is closed.
 
     Args:
         cpu_seconds: the largest budget that a request may have.

@@ -32,7 +32,7 @@ class Events:
     disk: int = 0
 
     def since(self, before: "Events") -> "Events":
-        """The events since `before`."""
+        """Return the events since `before`."""
         return Events(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
@@ -50,7 +50,7 @@ class Cgroup:
         return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
-        """Sets the limits, where they differ from those in force.
+        """Set the limits, where they differ from those in force.
 
         Raises:
             InfraError: the kernel refuses a limit, since more than that is in use.
@@ -60,12 +60,12 @@ class Cgroup:
         self._write("pids", "pids.max", "pids.max", processes + SPARE_PROCESSES)
 
     def events(self) -> Events:
-        """The kernel's interventions to keep the limits."""
+        """Return the kernel's interventions to keep the limits."""
         memory = self._pairs("memory", "memory.oom_control", "memory.events")
         return Events(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
 
     def cpu_seconds(self) -> float | None:
-        """Processor time of all processes that were ever in the group; None where nothing counts it."""
+        """Return processor time of all processes that were ever in the group; None where nothing counts it."""
         folder = self._folders.get("cpuacct")
         if folder is None:
             return self._seconds
@@ -74,16 +74,16 @@ class Cgroup:
         return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
 
     def members(self) -> set[int] | None:
-        """The processes in the group; None where there is no group."""
+        """Return the processes in the group; None where there is no group."""
         folder = next(iter(self._folders.values()), None)
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """Notes the processor time of the first process and all that it waited for, where no controller counts it."""
+        """Note the processor time of the first process and all that it waited for, where no controller counts it."""
         self._seconds = seconds
 
     def remove(self) -> None:
-        """Removes the groups. A process that has just ended may hold its group for a moment."""
+        """Remove the groups. A process that has just ended may hold its group for a moment."""
         for folder in set(self._folders.values()):
             for _ in range(100):
                 try:
@@ -118,7 +118,7 @@ class Cgroup:
 
 
 def make() -> Cgroup:
-    """Makes the groups of one sandbox, for every controller that this process may use."""
+    """Make the groups of one sandbox, for every controller that this process may use."""
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     folders: dict[str, Path] = {}
     for controller, parent in parents().items():
@@ -153,7 +153,7 @@ def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
 
 
 def sweep() -> None:
-    """Removes the groups whose owner, a process of ours, is gone; their sandboxes ended with it."""
+    """Remove the groups whose owner, a process of ours, is gone; their sandboxes ended with it."""
     for parent in set(parents().values()):
         for folder in parent.glob(f"{PREFIX}*"):
             owner = folder.name.removeprefix(PREFIX).split("-")[0]

@@ -42,7 +42,9 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """The command line of `docker run` up to the interpreter's arguments: nothing but what the image holds, and a /tmp."""
+    """Return the command line of `docker run` up to the interpreter's arguments: nothing but what the image holds, and a
+    /tmp.
+    """
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     words = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     words += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -95,11 +97,11 @@ class Container:
         self.counted = KernelCounts(Events(), 0.0)
 
     def ask(self, kind: bytes, data: bytes = b"") -> None:
-        """Queues a frame for the bridge; it is sent while frames are read."""
+        """Queue a frame for the bridge; it is sent while frames are read."""
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Waits up to `seconds` for frames and returns those that came; counts are kept, not returned.
+        """Wait up to `seconds` for frames and return those that came; counts are kept, not returned.
 
         Raises:
             EOFError: the container has ended.
@@ -119,7 +121,7 @@ class Container:
         return found
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Whether the program has begun within `seconds`; other frames that came meanwhile are kept."""
+        """Return whether the program has begun within `seconds`; other frames that came meanwhile are kept."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -131,7 +133,7 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Reads the output until a frame ends it, or a limit is passed.
+        """Read the output until a frame ends it, or a limit is passed.
 
         Args:
             over: called with each frame that is neither output nor a count; True ends the reading.
@@ -162,7 +164,7 @@ class Container:
         return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waited)
 
     def close(self) -> str:
-        """Ends the container, waits until it is gone and returns docker's error output. Calling it twice is no error."""
+        """End the container, waits until it is gone and return docker's error output. Calling it twice is no error."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if not self._log.closed:

@@ -92,7 +92,7 @@ class ContainerLine:
 
 
 def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
-    """Opens a session in that container.
+    """Open a session in that container.
 
     Raises:
         InfraError: the session did not start.

@@ -82,7 +82,7 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """Finds the docker sandbox and tries it out.
+    """Find the docker sandbox and try it out.
 
     Raises:
         ConfigError: no image is named, or the range of user ids cannot be used.
@@ -99,7 +99,7 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Checks that containers can be made.
+    """Check that containers can be made.
 
     Raises:
         ConfigError: no image is named.

@@ -40,7 +40,7 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """Encodes a value as text.
+    """Encode a value as text.
 
     Raises:
         ValueError: `value` nests deeper than 200 levels (or contains itself).
@@ -50,7 +50,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: str) -> Any:
-    """Decodes text, trusted or not.
+    """Decode text, trusted or not.
 
     Building a set of numbers that somebody chose may take for ever: values of model-written code are decoded in a process that
     may be killed (`judging.code_judge`).

@@ -19,7 +19,7 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Waits for a turn and holds it.
+        """Wait for a turn and hold it.
 
         Raises:
             InfraError: whoever this thread works for no longer waits.
@@ -33,7 +33,7 @@ class FairSemaphore:
             self._release(handed)
 
     def running(self) -> int:
-        """The number of turns held."""
+        """Return the number of turns held."""
         return self._running
 
     def _enqueue(self) -> threading.Event:

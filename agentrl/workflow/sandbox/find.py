@@ -28,7 +28,7 @@ def install_hint(settings: Settings) -> str:
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
-    """Finds the sandbox that the settings name; `auto`: the first that works here.
+    """Find the sandbox that the settings name; `auto`: the first that works here.
 
     Raises:
         SandboxUnavailable: it does not work here, or none does; the message says what each of them lacks.
@@ -46,7 +46,7 @@ def find_sandbox(settings: Settings) -> Sandbox:
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
-    """Tries the kinds that the settings allow, preferred first: the error of each, up to the first sandbox that works.
+    """Try the kinds that the settings allow, preferred first: the error of each, up to the first sandbox that works.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -63,7 +63,7 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """Finds bwrap, with the strictest profile that this machine allows, and with a zygote where one can be made.
+    """Find bwrap, with the strictest profile that this machine allows, and with a zygote where one can be made.
 
     Raises:
         SandboxUnavailable: bwrap is not installed, or does not start.
@@ -85,13 +85,13 @@ def find_bwrap(settings: Settings) -> Sandbox:
 
 
 def find_unsafe(settings: Settings) -> Sandbox:
-    """Makes a `Sandbox` that confines nothing."""
+    """Make a `Sandbox` that confines nothing."""
     python = next((python for python, _ in interpreters(settings)), sys.executable)
     return Boxed(unsafe.launch(python))
 
 
 def try_profile(profile: Profile, uids: range) -> tuple[bool, str]:
-    """Whether a program runs under the profile, and the error output if not."""
+    """Return whether a program runs under the profile, and the error output if not."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:
         return holds(sandbox)

@@ -25,7 +25,7 @@ class SettleError(Exception):
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
-    """Ends all members but the lasting ones, leaves those stopped, and returns how many threads it ended.
+    """End all members but the lasting ones, leave those stopped, and return how many threads it ended.
 
     Args:
         stop: stops all processes in one step.

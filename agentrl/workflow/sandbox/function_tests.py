@@ -33,7 +33,9 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, found: Any) -> bool:
-        """Whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is wrong."""
+        """Return whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is
+        wrong.
+        """
         try:
             return self._passes(found)
         except (ArithmeticError, ValueError, TypeError, RecursionError):
@@ -55,7 +57,7 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """The case that a text holds.
+        """Return the case that a text holds.
 
         Raises:
             ValueError: the text holds no case.
@@ -65,7 +67,7 @@ class Case:
 
 
 def args_of(text: str) -> str:
-    """The arguments in a case's text, as `exact_json` text; nothing is decoded.
+    """Return the arguments in a case's text, as `exact_json` text; nothing is decoded.
 
     Raises:
         ValueError: the text holds no case.
@@ -75,7 +77,7 @@ def args_of(text: str) -> str:
 
 
 def verdicts(pairs: list[list[str]]) -> list[bool]:
-    """Whether the value passes, for each pair of a case and a value, both as text."""
+    """Return whether the value passes, for each pair of a case and a value, both as text."""
     return [_verdict(Case.of(case), value) for case, value in pairs]
 
 

@@ -106,7 +106,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_answer(answer: int) -> int:
-    """Returns the answer of a system call, or raises its error."""
+    """Return the answer of a system call, or raise its error."""
     if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -114,7 +114,7 @@ def check_answer(answer: int) -> int:
 
 
 def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
-    """Gives up `files` and `tcp` rights except where a rule grants them; signals and abstract sockets stay in the domain."""
+    """Give up `files` and `tcp` rights except where a rule grants them; signals and abstract sockets stay in the domain."""
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
     ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
     for path, rights in rules:
@@ -128,7 +128,7 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """Enters the keeper's own domain: it keeps all its rights but that to signal processes outside.
+    """Enter the keeper's own domain: it keeps all its rights but that to signal processes outside.
 
     Raises:
         SystemExit: the kernel does not enforce it, and `kill(-1)` would end the whole machine.
@@ -144,7 +144,7 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Gives up the child's rights, in an order in which each step is still allowed."""
+    """Give up the child's rights, in an order in which each step is still allowed."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
@@ -167,7 +167,7 @@ def confine(spec: Spec) -> None:
 
 
 def become(spec: Spec) -> NoReturn:
-    """Turns the child into the command, confined."""
+    """Turn the child into the command, confined."""
     try:
         os.setsid()
         confine(spec)
@@ -178,7 +178,7 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """A file of /proc, split into words; empty where its process is gone. A process's name may be no valid text."""
+    """Return a file of /proc, split into words; empty where its process is gone. A process's name may be no valid text."""
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
@@ -187,7 +187,7 @@ def words(path: str) -> list[str]:
 
 
 def names(folder: str) -> list[str]:
-    """The entries of a folder; empty where it is gone."""
+    """Return the entries of a folder; empty where it is gone."""
     try:
         return os.listdir(folder)
     except GONE_ERRORS:
@@ -195,7 +195,7 @@ def names(folder: str) -> list[str]:
 
 
 def descendants(of: int) -> Iterator[tuple[str, int]]:
-    """(process, number of its threads) of all descendants of a process."""
+    """Yield (process, number of its threads) of all descendants of a process."""
     waiting = [str(of)]
     while waiting:
         pid = waiting.pop()
@@ -218,14 +218,14 @@ def memory(pids: list[str]) -> int:
 
 
 def cpu_seconds(pids: list[str]) -> float:
-    """Processor seconds of the living processes, of the dead they waited for, and of those the keeper waited for."""
+    """Return processor seconds of the living processes, of the dead they waited for, and of those the keeper waited for."""
     found = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in found if fields) / CLOCK
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
-    """The files in a folder and its sub-folders.
+    """Yield the files in a folder and its sub-folders.
 
     Raises:
         OSError: a folder cannot be listed: it is too deep for a path, or closed to the keeper.
@@ -254,7 +254,7 @@ def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
 
 
 def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
-    """(process, line of its maps file) for every mapping of the processes."""
+    """Yield (process, line of its maps file) for every mapping of the processes."""
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
@@ -264,7 +264,7 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
-    """(inode, bytes) of a folder's deleted files that are still mapped; None where this user may not know the size.
+    """Yield (inode, bytes) of a folder's deleted files that are still mapped; None where this user may not know the size.
 
     Raises:
         OSError: there are more mappings than can be read in time.
@@ -286,7 +286,7 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
 
 
 def too_full(folder: str, pids: list[str], most: int) -> bool:
-    """Whether the folder, with its deleted files still open or mapped, holds more than `most` bytes or `ENTRIES` files.
+    """Return whether the folder, with its deleted files still open or mapped, holds more than `most` bytes or `ENTRIES` files.
 
     A file that is only mapped, and whose size is unknown, counts as the largest that one file may be.
     """
@@ -304,7 +304,7 @@ def too_full(folder: str, pids: list[str], most: int) -> bool:
 
 
 def passed_limit(spec: Spec) -> str:
-    """The limit that the descendants together have passed, or ""."""
+    """Return the limit that the descendants together have passed, or ""."""
     # Count no further than needed: among the hundreds of a fork bomb this process hardly gets a core.
     found = list(islice(descendants(os.getpid()), spec["processes"] + 1))
     pids = [pid for pid, _ in found]
@@ -318,7 +318,7 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Waits for the first child: (its wait status, "") once it ended, (None, the reason) once it must be ended."""
+    """Wait for the first child: (its wait status, "") once it ended, (None, the reason) once it must be ended."""
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -340,7 +340,7 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
 
 
 def carry_out(order: bytes, control: int) -> bool:
-    """Stops all descendants or lets them go on; whether they are now stopped."""
+    """Stop all descendants or let them go on; whether they are now stopped."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
     if order == STOP:
@@ -349,7 +349,7 @@ def carry_out(order: bytes, control: int) -> bool:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """(process, wait status) of each child that has ended; orphans become children of the keeper."""
+    """Yield (process, wait status) of each child that has ended; orphans become children of the keeper."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -361,7 +361,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_all() -> dict[int, int]:
-    """Kills all descendants and waits for each: process -> wait status."""
+    """Kill all descendants and wait for each: process -> wait status."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGKILL)
     ended: dict[int, int] = {}
@@ -374,7 +374,7 @@ def end_all() -> dict[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Removes the folder, if it exists, whatever it holds: folders too deep for a path, or closed to their owner."""
+    """Remove the folder, if it exists, whatever it holds: folders too deep for a path, or closed to their owner."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:
@@ -386,7 +386,7 @@ def remove(folder: str) -> None:
 
 
 def let_go(spec: Spec) -> None:
-    """Closes the child's files in the keeper, so that the reader at their other end sees when the child has closed them."""
+    """Close the child's files in the keeper, so that the reader at their other end sees when the child has closed them."""
     first, last = sorted((spec["control"], spec["report"]))
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in range(3):
@@ -397,7 +397,7 @@ def let_go(spec: Spec) -> None:
 
 
 def main(spec: Spec) -> None:
-    """Confines, watches, ends all, clears up, reports."""
+    """Confine, watches, end all, clears up, reports."""
     for fd in (spec["control"], spec["report"]):
         os.set_inheritable(fd, False)
     scope_signals()

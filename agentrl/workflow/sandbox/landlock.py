@@ -78,7 +78,7 @@ def abi() -> int:
 
 
 def check() -> None:
-    """Checks that Landlock can be used here.
+    """Check that Landlock can be used here.
 
     Raises:
         SandboxUnavailable: the kernel is too old, or libseccomp is missing.
@@ -93,7 +93,9 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """The filter of bwrap's programs, and the one added here, in hex; `owner`: the program runs as a user who owns files."""
+    """Return the filter of bwrap's programs, and the one added here, in hex; `owner`: the program runs as a user who owns
+    files.
+    """
     import pyseccomp
 
     rules = seccomp.rules()
@@ -119,19 +121,19 @@ def filters(owner: bool) -> tuple[str, str]:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """The paths that a program may read: /usr, the folders of older systems beside it, the interpreter's."""
+    """Return the paths that a program may read: /usr, the folders of older systems beside it, the interpreter's."""
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """The source of the keeper: passed as text, since the interpreter may run where our own files cannot be read."""
+    """Return the source of the keeper: passed as text, since the interpreter may run where our own files cannot be read."""
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 
 def processes_of(uid: int) -> Iterator[int]:
-    """The processes of a user at this moment."""
+    """Yield the processes of a user at this moment."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError):
             if os.stat(f"/proc/{pid}").st_uid == uid:
@@ -152,7 +154,7 @@ class Tally:
         self._said: keeper.Report | None = None
 
     def report(self) -> keeper.Report | None:
-        """The keeper's report; None until the keeper has ended."""
+        """Return the keeper's report; None until the keeper has ended."""
         if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
             self._said = json.loads(line) if line else None
@@ -169,7 +171,7 @@ class Tally:
         return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
-        """The processes of the control group, where there is one."""
+        """Return the processes of the control group, where there is one."""
         return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
@@ -228,7 +230,7 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """A launcher of Landlock sandboxes for an interpreter that needs those folders beside /usr."""
+    """Return a launcher of Landlock sandboxes for an interpreter that needs those folders beside /usr."""
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
@@ -237,7 +239,7 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """Finds the Landlock sandbox and tries it out.
+    """Find the Landlock sandbox and try it out.
 
     Raises:
         SandboxUnavailable: the kernel or libseccomp lacks what it needs, or no program runs in it.
@@ -254,7 +256,7 @@ def find(settings: Settings) -> Boxed:
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
-    """Starts a sandbox, as `spawn.start` does.
+    """Start a sandbox, as `spawn.start` does.
 
     Raises:
         InfraError: it did not start.
@@ -294,7 +296,7 @@ def make_spec(
     control: int,
     report: int,
 ) -> keeper.Spec:
-    """The request to the keeper."""
+    """Return the request to the keeper."""
     # The keeper and the control group limit the processes; the kernel's limit by user is the wall behind them.
     processes = 2 * inside.numbers[-1] if seat.uid else threads_of(os.getuid()) + SLACK_PROCESSES
     numbers = (*inside.numbers[:-1], processes)
@@ -318,7 +320,7 @@ def make_spec(
 
 
 def make_folder(seat: UidLease) -> str:
-    """An empty folder that the sandbox's user alone may enter."""
+    """Return an empty folder that the sandbox's user alone may enter."""
     folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     if seat.uid is not None:
         os.chown(folder, seat.uid, seat.uid)

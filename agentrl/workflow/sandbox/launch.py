@@ -41,15 +41,15 @@ class Counts(Protocol):
     """Counters of what all processes of a sandbox use together, as far as something counts it."""
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
-        """Sets the limits."""
+        """Set the limits."""
         ...
 
     def events(self) -> Events:
-        """The kernel's interventions to keep the limits."""
+        """Return the kernel's interventions to keep the limits."""
         ...
 
     def cpu_seconds(self) -> float | None:
-        """Processor time so far; None where nothing counts it."""
+        """Return processor time so far; None where nothing counts it."""
         ...
 
 
@@ -67,11 +67,11 @@ class RunningSandbox(Protocol):
         ...
 
     def members(self) -> set[int]:
-        """The processes inside, by this host's numbers."""
+        """Return the processes inside, by this host's numbers."""
         ...
 
     def stop(self) -> None:
-        """Stops all processes started inside, in one step that a fork cannot outrun (see `freeze`).
+        """Stop all processes started inside, in one step that a fork cannot outrun (see `freeze`).
 
         Raises:
             OSError: the process that carries out the order is gone.
@@ -79,11 +79,11 @@ class RunningSandbox(Protocol):
         ...
 
     def go_on(self) -> None:
-        """Lets the processes go on, at once or soon. Raises as `stop`."""
+        """Let the processes go on, at once or soon. Raises as `stop`."""
         ...
 
     def close(self) -> int:
-        """Kills what runs, waits until nothing is left; the exit code, negative for a signal. Calling it twice is no error."""
+        """Kill what runs, waits until nothing is left; the exit code, negative for a signal. Calling it twice is no error."""
         ...
 
 

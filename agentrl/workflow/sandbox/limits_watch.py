@@ -69,7 +69,7 @@ class Clock:
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """(the reason to kill the program now, or None; the seconds until the next look).
+        """Return (the reason to kill the program now, or None; the seconds until the next look).
 
         Args:
             cpu: the program's processor seconds so far.
@@ -98,7 +98,7 @@ def watch(
     members: Callable[[], Set[int]],
     running: Callable[[], int],
 ) -> Use:
-    """Reads the program's output until it has ended or must be killed.
+    """Read the program's output until it has ended or must be killed.
 
     Args:
         output: the reading end of its stdout and stderr.
@@ -145,7 +145,7 @@ def _read(file: int, into: bytearray, most: int) -> bool:
 
 
 def explain_error(error: InfraError, said: bytes) -> InfraError:
-    """The error, with the sandbox's output as it started."""
+    """Return the error, with the sandbox's output as it started."""
     return InfraError(f"{error.message} {decode_output(said).strip()}"[:1000])
 
 
@@ -162,7 +162,7 @@ def _runnable() -> int:
 
 
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
-    """Processor seconds used in a sandbox so far; without a control group, those of its living processes.
+    """Return processor seconds used in a sandbox so far; without a control group, those of its living processes.
 
     Args:
         lasting: processes of the sandbox itself, left out where there is no control group.
@@ -174,7 +174,7 @@ def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> floa
 
 
 def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
-    """The status of a program that ended.
+    """Return the status of a program that ended.
 
     Args:
         overrun: why it was killed from outside.
@@ -199,5 +199,5 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
 
 
 def decode_output(output: bytes) -> str:
-    """The output as text; bytes that are not UTF-8 are escaped."""
+    """Return the output as text; bytes that are not UTF-8 are escaped."""
     return output.decode(errors="backslashreplace")

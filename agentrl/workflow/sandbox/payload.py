@@ -42,18 +42,18 @@ FLAGS = ("-s", "-B")
 
 @lru_cache(maxsize=8)
 def sources(*names: str) -> bytes:
-    """The files of those names, in the form that `BOOT` reads."""
+    """Return the files of those names, in the form that `BOOT` reads."""
     folder = Path(__file__).parent
     return b"\0".join(name.encode() + b"\n" + (folder / f"{name}.py").read_bytes() for name in names)
 
 
 def command(python: str, source: int, *arguments: int) -> list[str]:
-    """The command line that runs the `main` of the last of the sources on the descriptor `source`."""
+    """Return the command line that runs the `main` of the last of the sources on the descriptor `source`."""
     told = ", ".join(str(argument) for argument in arguments)
     parts = f'open({source}, encoding="utf-8").read()'
     return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=told)]
 
 
 def standalone(*names: str) -> str:
-    """One script made of those files, for an interpreter that gets nothing else."""
+    """Return one script made of those files, for an interpreter that gets nothing else."""
     return BOOT.format(parts=repr(sources(*names).decode()), arguments="")

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """The fields of `/proc/PID/stat` after the process's name, its state first; empty where it is gone."""
+    """Return the fields of `/proc/PID/stat` after the process's name, its state first; empty where it is gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
@@ -18,7 +18,7 @@ def fields(process: int) -> list[str]:
 
 
 def threads_of(process: int) -> tuple[int, str]:
-    """(number of living threads of a process, 0 once it has ended; the state of its first thread).
+    """Return (number of living threads of a process, 0 once it has ended; the state of its first thread).
 
     A process whose first thread has ended looks dead while others still run; their number shows them.
     """
@@ -30,7 +30,7 @@ def threads_of(process: int) -> tuple[int, str]:
 
 
 def processor_seconds(process: int) -> float:
-    """Processor time of a process and of its reaped children; 0 where it is gone."""
+    """Return processor time of a process and of its reaped children; 0 where it is gone."""
     return sum(int(field) for field in fields(process)[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -46,7 +46,7 @@ class Waits:
         self.seconds = 0.0
 
     def look(self, processes: Iterable[int]) -> float:
-        """Adds the waits of the processes that live now; returns the seconds so far."""
+        """Add the waits of the processes that live now; return the seconds so far."""
         before, self._threads = self._threads, {name: wait for process in processes for name, wait in _waits(process)}
         longest = max((wait - before.get(name, 0) for name, wait in self._threads.items()), default=0)
         self.seconds += max(0, longest) / 1e9

@@ -62,7 +62,7 @@ class CannotJudge(BaseException):
 
 
 def outcome(reference: str, test: str, function: str, told: KnownCalls, final: bool) -> dict[str, Any]:
-    """Runs the tests.
+    """Run the tests.
 
     Args:
         reference: the program that the tests run after; it defines the correct function.
@@ -100,7 +100,7 @@ class Relay:
         self.asked: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call's value: the model's where it is known, else the reference's."""
+        """Return the call's value: the model's where it is known, else the reference's."""
         text = self._text(args, kwargs, sys._getframe(1))
         if not self.asked and self.known < len(self._told) and self._told[self.known][0] == text:
             value = self._told[self.known][1]
@@ -269,7 +269,7 @@ def _defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Each name as often as it is bound in the tree, by whatever statement; `*` where it cannot be known."""
+    """Yield each name as often as it is bound in the tree, by whatever statement; `*` where it cannot be known."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
@@ -306,7 +306,7 @@ class Tests:
         return len(self._lines)
 
     def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
-        """Runs the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
+        """Run the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
         random.seed(0)
         self._held = {}
         names = self._make_namespace()

@@ -35,12 +35,12 @@ class Program:
 
 
 def whole_seconds(limits: Limits) -> int:
-    """The budget of processor time in whole seconds, as rlimits count it."""
+    """Return the budget of processor time in whole seconds, as rlimits count it."""
     return max(1, math.ceil(limits.cpu_seconds))
 
 
 def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result:
-    """Runs a program in a sandbox of its own.
+    """Run a program in a sandbox of its own.
 
     Raises:
         InfraError: it did not start.
@@ -98,7 +98,7 @@ class Zygote:
         self.alive = True
 
     def run(self, program: Program, running: Callable[[], int]) -> Result:
-        """Runs a program; afterwards `alive` says whether the zygote can run another."""
+        """Run a program; afterwards `alive` says whether the zygote can run another."""
         limits, cgroup = program.limits, self._box.cgroup
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         before, cpu_before = cgroup.events(), cpu_seconds_of(self._box, self._keepers)
@@ -123,7 +123,7 @@ class Zygote:
         return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
 
     def close(self) -> None:
-        """Ends the zygote, and whatever runs in it."""
+        """End the zygote, and whatever runs in it."""
         self.alive = False
         self._box.close()
         self._line.close()

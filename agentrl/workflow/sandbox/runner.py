@@ -14,7 +14,7 @@ FILE, CELL = "<code>", "<cell "
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lowers the limits of this process and its children for good.
+    """Lower the limits of this process and its children for good.
 
     Args:
         address_bytes: address space of each process.
@@ -28,7 +28,7 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, most: int) -> None:
-    """Sets the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `most`.
+    """Set the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `most`.
 
     Args:
         most: the hard limit, which nobody in here can raise again.
@@ -37,7 +37,7 @@ def budget(cpu_seconds: int, most: int) -> None:
 
 
 def connect(stdin: int, output: int) -> None:
-    """Makes these descriptors the standard streams and closes all others."""
+    """Make these descriptors the standard streams and close all others."""
     os.dup2(stdin, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -45,13 +45,13 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Lets the streams escape text that cannot be encoded, and write each line at once, so that a kill loses none."""
+    """Let the streams escape text that cannot be encoded, and write each line at once, so that a kill loses none."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
 def execute(source: str) -> int:
-    """Runs a program as `__main__` and returns the exit code that an interpreter would have had."""
+    """Run a program as `__main__` and return the exit code that an interpreter would have had."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = 0
@@ -67,7 +67,7 @@ def execute(source: str) -> int:
 
 
 def show(error: BaseException, source: str, file: str = FILE) -> None:
-    """Prints the traceback as an interpreter does, without this file's own frames."""
+    """Print the traceback as an interpreter does, without this file's own frames."""
     import linecache
     import traceback
 
@@ -79,7 +79,7 @@ def show(error: BaseException, source: str, file: str = FILE) -> None:
 
 
 def exit_code(code: object) -> int:
-    """The exit code of an interpreter after `sys.exit(code)`."""
+    """Return the exit code of an interpreter after `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -97,7 +97,7 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flushes the streams: `code`, or 1 where one cannot be written. A stream that the program set to None has no output."""
+    """Flushe the streams: `code`, or 1 where one cannot be written. A stream that the program set to None has no output."""
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
@@ -107,7 +107,7 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Runs the program in the file `source`; a byte on `ready` announces that the program's own code begins."""
+    """Run the program in the file `source`; a byte on `ready` announces that the program's own code begins."""
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
     limit(address_bytes, processes)

@@ -32,7 +32,7 @@ AF_UNIX = 1
 
 @lru_cache(maxsize=1)
 def rules() -> bytes:
-    """The filter as BPF instructions of 8 bytes.
+    """Return the filter as BPF instructions of 8 bytes.
 
     Raises:
         SandboxUnavailable: libseccomp is not installed.

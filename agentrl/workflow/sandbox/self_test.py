@@ -25,6 +25,6 @@ def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def holds(sandbox: Sandbox) -> tuple[bool, str]:
-    """Whether a program runs in the sandbox, and the error output if not."""
+    """Return whether a program runs in the sandbox, and the error output if not."""
     result = sandbox.run(PROBE, limits=PROBE_LIMITS)
     return result.output == ANSWER, " ".join(result.output.split())[:300]

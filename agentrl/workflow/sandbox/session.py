@@ -52,35 +52,35 @@ class Line(Protocol):
     """
 
     def say(self, data: bytes) -> None:
-        """Sends data to the process that reads."""
+        """Send data to the process that reads."""
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """(text, the process that wrote it): at most a line; empty where nothing came within `seconds`."""
+        """Return (text, the process that wrote it): at most a line; empty where nothing came within `seconds`."""
         ...
 
     def forget(self) -> None:
-        """Drops messages and output that came until now."""
+        """Drop messages and output that came until now."""
         ...
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
-        """Waits until a message comes or a limit is passed."""
+        """Wait until a message comes or a limit is passed."""
         ...
 
     def read_usage(self) -> tuple[Events, float]:
-        """(the kernel's interventions, processor seconds of the cell or of all cells so far)."""
+        """Return (the kernel's interventions, processor seconds of the cell or of all cells so far)."""
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """Ends all processes of cells but the lasting ones, which it stops; returns how many threads were ended."""
+        """End all processes of cells but the lasting ones, which it stops; return how many threads were ended."""
         ...
 
     def go_on(self) -> None:
-        """Lets the stopped processes go on."""
+        """Let the stopped processes go on."""
         ...
 
     def close(self) -> Events:
-        """Ends the session; returns the kernel's interventions until then."""
+        """End the session; return the kernel's interventions until then."""
         ...
 
 
@@ -240,7 +240,7 @@ class CellSession:
 
 
 def message_of(said: bytes | bytearray) -> dict[str, Any]:
-    """The object of a line, whoever wrote it.
+    """Return the object of a line, whoever wrote it.
 
     Raises:
         BrokenLine: the line holds no object.
@@ -255,7 +255,7 @@ def message_of(said: bytes | bytearray) -> dict[str, Any]:
 
 
 def is_end(done: object) -> TypeGuard[dict[str, Any]]:
-    """Whether `done` can be the end of a cell: an exit code, and a value's text within its limit."""
+    """Return whether `done` can be the end of a cell: an exit code, and a value's text within its limit."""
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")
@@ -263,5 +263,7 @@ def is_end(done: object) -> TypeGuard[dict[str, Any]]:
 
 
 def is_exit(code: object) -> TypeGuard[int]:
-    """Whether `code` can be an exit code, negative for a signal; it comes from a process that runs model-written code."""
+    """Return whether `code` can be an exit code, negative for a signal; it comes from a process that runs model-written
+    code.
+    """
     return type(code) is int and code in EXIT_CODES

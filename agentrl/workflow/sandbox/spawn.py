@@ -36,7 +36,7 @@ _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor of a file without a name that holds those bytes, positioned at its beginning."""
+    """Return a descriptor of a file without a name that holds those bytes, positioned at its beginning."""
     file = os.memfd_create("sandbox")
     left = memoryview(data)
     while left:
@@ -121,7 +121,7 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """A launcher of bwrap sandboxes; as root, each runs as a user of that range."""
+    """Return a launcher of bwrap sandboxes; as root, each runs as a user of that range."""
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -130,7 +130,7 @@ def launch(profile: bwrap.Profile, uids: range) -> Launch:
 
 
 def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -> Box:
-    """Starts a sandbox.
+    """Start a sandbox.
 
     Raises:
         InfraError: it did not start.
@@ -171,14 +171,14 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
 
 
 def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
-    """Reaps a process that has ended, and notes the processor time of it and its children."""
+    """Reap a process that has ended, and note the processor time of it and its children."""
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     cgroup.note_final_cpu_seconds(used.ru_utime + used.ru_stime)
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Sends an order and waits until it is carried out.
+    """Send an order and waits until it is carried out.
 
     Raises:
         OSError: the process is gone, or does not answer.
@@ -190,7 +190,7 @@ def send_order(line: socket.socket, order: bytes) -> None:
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Whether there is something to read (for a pidfd: the process has ended) within `seconds`; None: waits for ever."""
+    """Return whether there is something to read (for a pidfd: the process has ended) within `seconds`; None: waits for ever."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))
@@ -199,7 +199,7 @@ def wait_readable(file: int, seconds: float | None = None) -> bool:
 def start_process(
     command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process, in the one thread for that, with no environment but `env`."""
+    """Start a process, in the one thread for that, with no environment but `env`."""
 
     def popen() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(

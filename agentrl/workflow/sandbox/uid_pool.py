@@ -19,13 +19,13 @@ class UidLease:
     _lock: socket.socket | None = None
 
     def release(self) -> None:
-        """Gives the id back."""
+        """Give the id back."""
         if self._lock is not None:
             self._lock.close()
 
 
 def uid_range(text: str) -> range:
-    """The range that the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`) names.
+    """Return the range that the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`) names.
 
     Raises:
         ConfigError: the text is no such range, or the range contains root.

@@ -56,7 +56,7 @@ class Bare:
 
 
 def launch(python: str) -> Launch:
-    """A launcher of programs with that interpreter and nothing around them."""
+    """Return a launcher of programs with that interpreter and nothing around them."""
 
     def start(limits: Limits, inside: Inside) -> Bare:
         source = spawn.memory_file(payload.sources(*inside.scripts))

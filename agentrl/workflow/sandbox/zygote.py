@@ -38,7 +38,7 @@ class _Filter(ctypes.Structure):
 
 
 def main(control: int, bpf: int) -> None:
-    """Serves requests until the socket is closed: a line of JSON with the files code, stdin and output; a line in answer."""
+    """Serve requests until the socket is closed: a line of JSON with the files code, stdin and output; a line in answer."""
     with open(bpf, "rb") as file:
         rules = file.read()
     runner.configure_streams()

@@ -26,7 +26,7 @@ class Critic(Protocol):
     """Who is asked for critique and edits: a model behind any endpoint of OpenAI's kind."""
 
     def __call__(self, prompt: str) -> str:
-        """The answer to a prompt.
+        """Return the answer to a prompt.
 
         Raises:
             ServiceError: it does not answer; the run waits, and asks again.
@@ -34,7 +34,7 @@ class Critic(Protocol):
         ...
 
     def each(self, prompts: Sequence[str]) -> list[str]:
-        """The answers to prompts that are asked side by side."""
+        """Return the answers to prompts that are asked side by side."""
         ...
 
 
@@ -73,11 +73,11 @@ class Resources(dict[str, str]):
     """The texts that a search begins with."""
 
     def validation_error(self, name: str, text: object) -> str:
-        """Why the text cannot take the place of the one of that name; empty if it can."""
+        """Return why the text cannot take the place of the one of that name; empty if it can."""
         return validation_error(text, self[name])
 
     def with_text(self, candidate: Candidate, name: str, text: str) -> dict[str, str]:
-        """The candidate with another text under that name."""
+        """Return the candidate with another text under that name."""
         return {**candidate, name: text}
 
 
@@ -95,7 +95,9 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """A group of episodes for each of the tasks, with the candidate's texts; `note` and `parent` say how it came about."""
+        """Return a group of episodes for each of the tasks, with the candidate's texts; `note` and `parent` say how it came
+        about.
+        """
         return self.each([candidate], tasks, [note], [parent])[0]
 
     def each(
@@ -105,7 +107,7 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """The same for several candidates, which are rolled out side by side.
+        """Return the same for several candidates, which are rolled out side by side.
 
         Raises:
             ValueError: a candidate is none, or too much is asked for at once.
@@ -171,7 +173,7 @@ class Chosen:
 
 
 def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Request | Chosen:
-    """Calls the algorithm: what it wants next, or what it chose.
+    """Call the algorithm: what it wants next, or what it chose.
 
     What was chosen is then measured beside the seed on tasks that no choice has read.
 
@@ -192,7 +194,7 @@ def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Re
 
 
 def names_taken(run: Callable[..., Any]) -> list[str]:
-    """The names of what the algorithm takes.
+    """Return the names of what the algorithm takes.
 
     Raises:
         ConfigError: it takes what no search is given.
@@ -209,13 +211,15 @@ def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group]) -> float:
-    """The mean over tasks of what a task's episodes earned (`group_score`); minus infinity where none earned anything."""
+    """Return the mean over tasks of what a task's episodes earned (`group_score`); minus infinity where none earned
+    anything.
+    """
     means = [mean for mean in map(group_score, groups) if mean is not None]
     return fsum(means) / len(means) if means else float("-inf")
 
 
 def group_score(group: Group) -> float | None:
-    """The mean reward of a group's episodes that are over; None where the system failed all of them.
+    """Return the mean reward of a group's episodes that are over; None where the system failed all of them.
 
     One that failed by its agent or a reward earned nothing: else a text that breaks agents would be chosen for the rest.
     """

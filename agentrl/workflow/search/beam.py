@@ -23,7 +23,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """The best candidate of the last beam; at equal scores the older one."""
+    """Return the best candidate of the last beam; at equal scores the older one."""
     seed = dict(resources)
     beam = [(score(rollouts(seed, choose_tasks, "the beginning")), seed)]
     for number in range(1, options["rounds"] + 1):
@@ -65,7 +65,7 @@ def _edits(
 
 
 def edited(answer: str) -> str:
-    """The prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty where there is none."""
+    """Return the prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty where there is none."""
     text, closed, _ = answer.partition("<prompt>")[2].rpartition("</prompt>")
     return text.strip() if closed else ""
 

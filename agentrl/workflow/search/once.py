@@ -7,5 +7,5 @@ from agentrl.workflow.trajectory import Task
 
 
 def run(resources: Resources, rollouts: Rollouts, train_tasks: Sequence[Task]) -> None:
-    """Rolls out; it chooses nothing."""
+    """Roll out; it chooses nothing."""
     rollouts(dict(resources), train_tasks)

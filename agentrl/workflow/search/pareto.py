@@ -25,7 +25,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """The candidate with the best mean over the tasks that choose."""
+    """Return the candidate with the best mean over the tasks that choose."""
     found: Any = optimize(
         seed_candidate=dict(resources),
         trainset=list(train_tasks),

@@ -70,5 +70,5 @@ class RecordedCritic:
         return self._record(key, messages, text, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Close its connections."""
         self._connection.close()

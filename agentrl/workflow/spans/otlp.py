@@ -53,7 +53,7 @@ class OtlpError(ValueError):
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
-    """The spans of a body.
+    """Return the spans of a body.
 
     Args:
         content_type: JSON or protobuf; whatever is not JSON is read as the latter.
@@ -73,7 +73,7 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """The body as it was before it was compressed.
+    """Return the body as it was before it was compressed.
 
     Raises:
         OtlpError: it is not compressed as declared, or has more bytes.

@@ -18,7 +18,7 @@ _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """What the span says; its id names it, so that an export which is sent again is written once.
+    """Return what the span says; its id names it, so that an export which is sent again is written once.
 
     Raises:
         ValueError: it says what cannot be kept, and why.
@@ -35,14 +35,14 @@ def annotations_of_span(span: Span) -> list[Annotation]:
 
 
 def episode_named(span: Span) -> str:
-    """The episode that the span says it is of; empty where it says none."""
+    """Return the episode that the span says it is of; empty where it says none."""
     return next(
         (told for name in span_names.EPISODE for where in (span.attributes, span.resource) if (told := named(where, name))), ""
     )
 
 
 def named(where: Mapping[str, Any], name: str) -> str:
-    """What stands under that name if it can be a name itself, a short text or a number; else empty.
+    """Return what stands under that name if it can be a name itself, a short text or a number; else empty.
 
     Many spans share one resource: what is long there would be read again for each of them.
     """
@@ -111,7 +111,7 @@ def _rewards(span: Span) -> Iterator[Annotation]:
 
 
 def answer(content_type: str, rejected: int, why: str) -> bytes:
-    """An ExportTraceServiceResponse, in the form of the request."""
+    """Return an ExportTraceServiceResponse, in the form of the request."""
     if content_type.startswith(JSON):
         return json.dumps(
             {"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": why}} if rejected else {}
@@ -123,7 +123,7 @@ def answer(content_type: str, rejected: int, why: str) -> bytes:
 
 
 def refusal(content_type: str, code: int, why: str) -> bytes:
-    """A google.rpc.Status, in the form of the request."""
+    """Return a google.rpc.Status, in the form of the request."""
     if content_type.startswith(JSON):
         return json.dumps({"code": code, "message": why}).encode()
     return b"\x08" + _varint(code) + b"\x12" + _sized(why)
@@ -157,7 +157,7 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """What the body says of the episode.
+    """Return what the body says of the episode.
 
     Raises:
         OtlpError: it is no export, or it is of another episode.

@@ -15,7 +15,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_traces(path: Path) -> list[Span]:
-    """The spans of a file.
+    """Return the spans of a file.
 
     Raises:
         DatasetError: it cannot be read, or holds no traces; the line is named.

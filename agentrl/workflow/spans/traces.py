@@ -15,7 +15,7 @@ class Trace:
     spans: tuple[Span, ...]
 
     def told(self, name: str) -> str:
-        """What the first span that says anything says under that name; else empty."""
+        """Return what the first span that says anything says under that name; else empty."""
         return next((str(value) for span in self.spans if (value := span.attributes.get(name, span.resource.get(name)))), "")
 
     @property
@@ -25,7 +25,8 @@ class Trace:
 
 
 def traces_of(spans: Sequence[Span]) -> list[Trace]:
-    """The rollouts that the spans are of, in the order in which they began; what began at the same time stays as it came.
+    """Return the rollouts that the spans are of, in the order in which they began; what began at the same time stays as it
+    came.
 
     A span that names no rollout is of the first that its trace names. A span that was exported twice counts once. Of a rollout
     with several attempts the one that began last counts, with what names no attempt.

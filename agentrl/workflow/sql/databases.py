@@ -47,7 +47,7 @@ OR EXISTS (
 
 
 def check(database: str) -> None:
-    """Checks that the database exists and that the login can only read it.
+    """Check that the database exists and that the login can only read it.
 
     Raises:
         ConfigError: there is no such database.
@@ -63,7 +63,7 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Prepares the database: work that does not count against a query's limits.
+    """Prepare the database: work that does not count against a query's limits.
 
     Raises:
         ServiceError: the script is not valid SQLite.
@@ -73,7 +73,7 @@ def prepare(database: str) -> None:
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
-    """Runs one SELECT and returns its columns and at most `limit` rows; without a query, lists the tables.
+    """Run one SELECT and return its columns and at most `limit` rows; without a query, list the tables.
 
     Raises:
         AccessDenied: the query does more than read, or asks for too much.

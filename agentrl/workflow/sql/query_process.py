@@ -33,7 +33,7 @@ WALL_SECONDS = 20.0 * CPU_SECONDS
 
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
-    """Runs one SELECT and returns its columns and at most `limit` rows; without a query, lists the tables.
+    """Run one SELECT and return its columns and at most `limit` rows; without a query, list the tables.
 
     Raises:
         AccessDenied: the query does more than read, or asks for too much.
@@ -56,7 +56,7 @@ class QueryProcess:
     """A process that answers queries."""
 
     def __init__(self, module: str = "agentrl.workflow.sql.query_process") -> None:
-        """Starts the program of that module, which calls `serve`."""
+        """Start the program of that module, which calls `serve`."""
         command = [sys.executable, "-P", "-m", module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
@@ -67,7 +67,7 @@ class QueryProcess:
         return self._process.poll() is None
 
     def ask(self, asked: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """The process's answer to a query, for which it has `seconds` [WALL_SECONDS]. Raises as `read` does."""
+        """Return the process's answer to a query, for which it has `seconds` [WALL_SECONDS]. Raises as `read` does."""
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:
@@ -109,7 +109,7 @@ readers = Warm(QueryProcess)
 
 
 def main() -> None:
-    """Answers queries of a model's own databases."""
+    """Answer queries of a model's own databases."""
     serve(_read_prepared)
 
 
@@ -123,7 +123,7 @@ def _read_prepared(database: str, query: str, limit: int, seconds: int) -> Table
 
 
 def serve(read: Callable[..., Table]) -> None:
-    """Reads what is asked from stdin, the arguments of `read` as one line each, and writes its answers to stdout."""
+    """Read what is asked from stdin, the arguments of `read` as one line each, and write its answers to stdout."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
@@ -142,7 +142,7 @@ def _answer_text(read: Callable[..., Table], asked: Mapping[str, Any]) -> str:
 
 
 def limit_processor_time(seconds: int | None) -> None:
-    """Limits the process's further processor time; None: no limit."""
+    """Limit the process's further processor time; None: no limit."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = most if seconds is None else math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, most))

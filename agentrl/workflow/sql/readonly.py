@@ -37,7 +37,7 @@ Over = Callable[[], bool]
 
 
 def check_text(sql: str) -> None:
-    """Refuses text that cannot be a query.
+    """Refuse text that cannot be a query.
 
     Raises:
         AccessDenied: the text is too long, or holds a NUL.
@@ -52,19 +52,19 @@ def check_text(sql: str) -> None:
 
 
 def deadline(seconds: float) -> Over:
-    """A limit on time: true once `seconds` have passed."""
+    """Return a limit on time: true once `seconds` have passed."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def instructions(count: int) -> Over:
-    """A limit on SQLite's instructions: true after `count` of them, however busy the machine is."""
+    """Return a limit on SQLite's instructions: true after `count` of them, however busy the machine is."""
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """The first `limit` rows, of at most `size` characters and bytes in total.
+    """Return the first `limit` rows, of at most `size` characters and bytes in total.
 
     Raises:
         AccessDenied: the rows are too long.
@@ -82,12 +82,12 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
-    """Opens a connection that writes no file; it waits up to `seconds` for a writer's lock."""
+    """Open a connection that writes no file; it waits up to `seconds` for a writer's lock."""
     return sqlite3.connect(sqlite_url(file, "ro"), uri=True, timeout=seconds)
 
 
 def sqlite_url(file: Path, mode: str) -> str:
-    """The file's URL for a reader: of that mode, or of a file that nobody writes.
+    """Return the file's URL for a reader: of that mode, or of a file that nobody writes.
 
     In WAL mode SQLite makes files beside it to read it: it cannot in a folder that is read-only, and must not beside another
     user's file, which its owner could not write then. Where no such file is there, nobody writes.
@@ -98,7 +98,7 @@ def sqlite_url(file: Path, mode: str) -> str:
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:
-    """Runs one SELECT and returns its columns and at most `limit` rows, of at most `size` characters and bytes in total.
+    """Run one SELECT and return its columns and at most `limit` rows, of at most `size` characters and bytes in total.
 
     The connection can be used for nothing else afterwards.
     """
@@ -153,15 +153,15 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
 
 
 def no_rows_error() -> AccessDenied:
-    """The error of a statement without an answer."""
+    """Return the error of a statement without an answer."""
     return AccessDenied("The query gives no rows.", "Write one SELECT.")
 
 
 def several_statements_error() -> AccessDenied:
-    """The error of several statements."""
+    """Return the error of several statements."""
     return AccessDenied("Only one statement is allowed.", "Write one SELECT.")
 
 
 def write_error(message: str) -> AccessDenied:
-    """The error of a statement that does more than read."""
+    """Return the error of a statement that does more than read."""
     return AccessDenied(f"The query does more than read: {message}.", "Write one SELECT.")

@@ -23,7 +23,7 @@ class AnyText(Loader):
     """A loader of a value's text as the server writes it; bytes that are not UTF-8, possible in SQL_ASCII, are escaped."""
 
     def load(self, data: Buffer) -> str:
-        """The value's text."""
+        """Return the value's text."""
         return bytes(data).decode(errors="backslashreplace")
 
 
@@ -36,7 +36,7 @@ def read_postgres(
     hint: str,
     size: int = MAX_ANSWER,
 ) -> Table:
-    """Runs one SELECT and returns its columns and at most `limit` rows; stopped after `seconds` by the server, else from here.
+    """Run one SELECT and return its columns and at most `limit` rows; stopped after `seconds` by the server, else from here.
 
     Values other than numbers, bytes and booleans come as text: Postgres has more dates, depths and digits than Python's types.
 

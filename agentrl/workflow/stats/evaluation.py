@@ -48,7 +48,7 @@ class Score:
 
 
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
-    """The mean over tasks of each task's mean reward, with its interval (see `bounds`).
+    """Return the mean over tasks of each task's mean reward, with its interval (see `bounds`).
 
     Episodes of one task are correlated: the independent units are tasks, not episodes.
 
@@ -68,7 +68,7 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
 
 
 def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
-    """(the mean over tasks of each task's mean, the lower and upper end of its 95% interval, the interval's method).
+    """Return (the mean over tasks of each task's mean, the lower and upper end of its 95% interval, the interval's method).
 
     If all values are 0 or 1, the mean is a share: Wilson's interval for `effective_trials` trials. Other means have Student's
     interval, which ignores any bounds of the reward.
@@ -82,7 +82,7 @@ def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, Inter
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:
-    """The 95% interval of a share of `trials` independent trials; it contains the share, and never leaves 0 to 1.
+    """Return the 95% interval of a share of `trials` independent trials; it contains the share, and never leaves 0 to 1.
 
     Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
@@ -93,7 +93,8 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
-    """The number of independent trials with the same variance as the mean of the tasks' shares; `sizes`: episodes per task.
+    """Return the number of independent trials with the same variance as the mean of the tasks' shares; `sizes`: episodes per
+    task.
 
     With one episode per task, it is the number of tasks. With several, it is the effective sample size p (1 - p) / variance,
     with the variance of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks
@@ -110,7 +111,7 @@ def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of independent values, and half the width of its 95% interval; infinite for one value.
+    """Return the mean of independent values, and half the width of its 95% interval; infinite for one value.
 
     The interval is Student's t with n - 1 degrees of freedom, since few values estimate their own spread badly. Student 1908,
     The probable error of a mean.
@@ -123,7 +124,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_quantile(freedom: int) -> float:
-    """The two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
+    """Return the two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
 
     From 10 on the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
     """
@@ -152,7 +153,7 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """The chance that k of n episodes, drawn without replacement, include one of the c right ones: unbiased for pass@k.
+    """Return the chance that k of n episodes, drawn without replacement, include one of the c right ones: unbiased for pass@k.
 
     Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
     """
@@ -162,7 +163,7 @@ def pass_at(n: int, c: int, k: int) -> float:
 def is_right(
     parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
 ) -> bool | None:
-    """Whether all decisive parts of an episode's reward are at their full value; None if no part is decisive.
+    """Return whether all decisive parts of an episode's reward are at their full value; None if no part is decisive.
 
     Decisive are the parts named `correct`; without them the heaviest of the env's own: of its `weights` (all of several equal
     ones), and of the parts `given` by the env itself, each of weight 1, if no named one weighs more. The other parts are the

@@ -21,12 +21,14 @@ CUT_OFF = "cut off at a limit"
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Whether there are at least two different rewards: compared exactly, since a standard deviation is rounded."""
+    """Return whether there are at least two different rewards: compared exactly, since a standard deviation is rounded."""
     return len(set(rewards)) > 1
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """A group's mean reward and the sample standard deviation, as its row has them; None of no reward, and of one alone."""
+    """Return a group's mean reward and the sample standard deviation, as its row has them; None of no reward, and of one
+    alone.
+    """
     mean = sum(rewards) / len(rewards) if rewards else None
     if mean is None or len(rewards) < 2:
         return mean, None
@@ -34,7 +36,7 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | 
 
 
 def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
-    """The number of further groups to plan.
+    """Return the number of further groups to plan.
 
     Args:
         varied: groups with variance so far.
@@ -46,7 +48,7 @@ def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
 
 
 def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
-    """(the first `wanted` groups with variance, in the order of their slots; slot -> reason why a group is dropped)."""
+    """Return (the first `wanted` groups with variance, in the order of their slots; slot -> reason why a group is dropped)."""
     kept: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

@@ -61,7 +61,7 @@ class PairedComparison:
 
 
 def compare_paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> PairedComparison:
-    """Compares two policies by their mean rewards per task; tasks that only one has are left out.
+    """Compare two policies by their mean rewards per task; tasks that only one has are left out.
 
     Args:
         seed: the seed of the drawn worlds.
@@ -93,7 +93,7 @@ def _mean(rewards: Mapping[int, float], tasks: Sequence[int]) -> float:
 
 
 def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Literal["exact", "drawn"]]:
-    """The two-sided p-value of differences that are symmetric around 0 under the null hypothesis.
+    """Return the two-sided p-value of differences that are symmetric around 0 under the null hypothesis.
 
     Differences are rounded to multiples of `SAME_TOLERANCE`. A world counts if its mean is at least as far from 0 as the
     observed mean, or less far by no more than `SAME_TOLERANCE`.

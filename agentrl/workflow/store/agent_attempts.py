@@ -84,7 +84,7 @@ _WORK = (
 def claim_agent(
     tx: Connection, episode: int, attempt: int, worker: str, key_hash: str, lease_seconds: float
 ) -> AgentWork | None:
-    """Takes the agent of an episode's current attempt; None where the episode is over, or another worker has taken it.
+    """Take the agent of an episode's current attempt; None where the episode is over, or another worker has taken it.
 
     Args:
         worker: a name of this very claim: a claim whose answer was lost is recognised by it.
@@ -116,7 +116,7 @@ def _claimed(agent: int, worker: str) -> Any:
 
 @transaction
 def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_seconds: float) -> set[int]:
-    """Renews the leases of those of the (agent, worker) that still have it, and returns these agents.
+    """Renew the leases of those of the (agent, worker) that still have it, and return these agents.
 
     One whose episode is over, or goes on in another attempt, is had no longer.
     """
@@ -154,7 +154,7 @@ STOPPED = "stopped"
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Gives the agent up before its end: its episode begins anew with another. Unless it was STOPPED, that is a loss."""
+    """Give the agent up before its end: its episode begins anew with another. Unless it was STOPPED, that is a loss."""
     values = {
         "status": "lost",
         "error_class": error_class,
@@ -166,7 +166,7 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
 
 
 def lose_agents(tx: Connection, run: int, why: str) -> None:
-    """Gives up the agents of the run's open episodes, and leaves what they were told to call unobserved."""
+    """Give up the agents of the run's open episodes, and leave what they were told to call unobserved."""
     calls = schema.tool_calls.c
     still = select(schema.episodes.c.id).where(schema.episodes.c.run_id == run, schema.episodes.c.status.in_(OPEN))
     unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")

@@ -42,7 +42,7 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Writes where the process that holds the group serves its agents.
+    """Write where the process that holds the group serves its agents.
 
     Raises:
         Fenced: another worker holds the group.
@@ -76,7 +76,7 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
 def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
 ) -> dict[int, AgentState]:
-    """Episode -> the agent of its current attempt, for those of the group's open episodes (None: all) that have one."""
+    """Return episode -> the agent of its current attempt, for those of the group's open episodes (None: all) that have one."""
     lost = schema.agent_attempts.alias("before")
     losses = (
         select(func.count())
@@ -97,7 +97,7 @@ def load_agents(
 
 @transaction
 def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
-    """Gives up an agent whose worker's lease has run out; returns whether it was not too late.
+    """Give up an agent whose worker's lease has run out; return whether it was not too late.
 
     Raises:
         Fenced: another worker holds the group.
@@ -112,28 +112,28 @@ def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: f
 
 @read_transaction
 def current_attempts(tx: Connection, group: int) -> dict[int, int]:
-    """Episode -> the number of its current attempt, of all episodes of the group."""
+    """Return episode -> the number of its current attempt, of all episodes of the group."""
     rows = tx.execute(select(_EPISODES.id, _EPISODES.attempt).where(_EPISODES.group_id == group))
     return {row.id: row.attempt for row in rows}
 
 
 @read_transaction
 def any_at_work(tx: Connection, lease_seconds: float) -> bool:
-    """Whether any agents worker has an agent."""
+    """Return whether any agents worker has an agent."""
     query = select(_AGENTS.id).where(_AGENTS.status == "running", ~is_lease_free(_AGENTS.lease_until, lease_seconds))
     return tx.execute(query.limit(1)).first() is not None
 
 
 @read_transaction
 def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
-    """(episode, attempt) that the key with this hash was made for; None if it was made for none."""
+    """Return (episode, attempt) that the key with this hash was made for; None if it was made for none."""
     row = tx.execute(select(_AGENTS.episode_id, _AGENTS.attempt).where(_AGENTS.key_hash == key_hash)).one_or_none()
     return (row.episode_id, row.attempt) if row else None
 
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Tells once in the run's events that an agent asked for sampling of its own, which the run does not do."""
+    """Tell once in the run's events that an agent asked for sampling of its own, which the run does not do."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

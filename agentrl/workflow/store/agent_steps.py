@@ -115,7 +115,7 @@ _DELIVER = PreparedStatement(update(schema.steps).where(THE_STEP))
 
 @transaction
 def commit_calls(tx: Connection, fence: Fence, records: Sequence[CallStep]) -> list[Step]:
-    """The answers as they were sampled, in this order, with what their requests show of earlier calls.
+    """Return the answers as they were sampled, in this order, with what their requests show of earlier calls.
 
     Returns the steps as they stand in their episodes. One that is there already, by its request's id, is returned, not written.
 
@@ -230,7 +230,7 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_marks(tx: Connection, episodes: Sequence[int]) -> dict[int, list[RequestMark]]:
-    """Episode -> the marks of the steps of its current attempt that answered requests, in order."""
+    """Return episode -> the marks of the steps of its current attempt that answered requests, in order."""
     query = (
         select(_STEPS.episode_id, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
         .add_columns(_OPTIONS.tools, _OPTIONS.template_options)

@@ -12,7 +12,7 @@ from agentrl.workflow.trajectory import storable
 
 
 def awaits_maker() -> ColumnElement[bool]:
-    """Whether the run (of `db.runs`) trains nothing and samples with a checkpoint that a running run makes again."""
+    """Return whether the run (of `db.runs`) trains nothing and samples with a checkpoint that a running run makes again."""
     return and_(schema.runs.c.kind != "train", _select_rebuilding_runs().correlate(schema.runs).exists())
 
 
@@ -25,7 +25,7 @@ def _select_rebuilding_runs() -> Select[tuple[str, str]]:
 
 @transaction
 def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Says in the run's events that its rollouts wait, and for what: once, however often each of its jobs meets it."""
+    """Say in the run's events that its rollouts wait, and for what: once, however often each of its jobs meets it."""
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)
@@ -42,14 +42,16 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
-    """Says that the run's rollouts go on, where it was said that they wait."""
+    """Say that the run's rollouts go on, where it was said that they wait."""
     if _find_newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 
 
 @read_transaction
 def find_wait_reason(tx: Connection, run_id: int) -> str:
-    """What the run's rollouts wait for: another run, or as their worker said; empty where nothing is known to keep them."""
+    """Return what the run's rollouts wait for: another run, or as their worker said; empty where nothing is known to keep
+    them.
+    """
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
     maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
     return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)

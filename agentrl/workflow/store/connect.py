@@ -72,7 +72,7 @@ _DISK_FULL_ERROR = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
-    """The URL of a SQLite file or a Postgres database.
+    """Return the URL of a SQLite file or a Postgres database.
 
     Raises:
         ConfigError: it is neither.
@@ -109,7 +109,7 @@ class Database:
     """One database; threads share it, each transaction has a connection of its own."""
 
     def __init__(self, url: str) -> None:
-        """Makes the folder of a SQLite file; opens no connection yet.
+        """Make the folder of a SQLite file; open no connection yet.
 
         Raises:
             ConfigError: the URL is not one of a SQLite file or a Postgres database.
@@ -151,12 +151,12 @@ class Database:
         return engine
 
     def full_database(self) -> "Database":
-        """The database itself; a `Reader` opens one for queries that its driver cannot run."""
+        """Return the database itself; a `Reader` opens one for queries that its driver cannot run."""
         return self
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Gives a connection for reading, which sees one state of the database; fails at once if the database is away."""
+        """Give a connection for reading, which sees one state of the database; fails at once if the database is away."""
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
@@ -226,7 +226,7 @@ class Database:
         return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         self._group_commit.close()
         self.engine.dispose()
 
@@ -320,11 +320,11 @@ class Source(Protocol):
     """The first argument of a query: a `Database`, or a reader that opens one for queries that its driver cannot run."""
 
     def full_database(self) -> Database:
-        """The database itself."""
+        """Return the database itself."""
 
 
 def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
-    """A query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
+    """Return a query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
     Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
     """
@@ -345,7 +345,7 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Conc
 
 
 def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
-    """A query as one read transaction."""
+    """Return a query as one read transaction."""
 
     @wraps(query)
     def run(db: Source, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -355,7 +355,7 @@ def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable
 
 
 def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
-    """The dialect's INSERT, which knows ON CONFLICT."""
+    """Return the dialect's INSERT, which knows ON CONFLICT."""
     if tx.dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql
 

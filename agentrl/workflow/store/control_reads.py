@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 @read_transaction
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
-    """The unfinished work of all running runs but those that wait until another has made their checkpoint again."""
+    """Return the unfinished work of all running runs but those that wait until another has made their checkpoint again."""
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
@@ -78,7 +78,7 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
 
 
 def count_running_runs(database: Database) -> int:
-    """The number of running runs: an embedded stack stops some time after this is 0.
+    """Return the number of running runs: an embedded stack stops some time after this is 0.
 
     Raises:
         ServiceError: the database is away; said at once, since who asks has workers to look after.
@@ -89,7 +89,7 @@ def count_running_runs(database: Database) -> int:
 
 @read_transaction
 def load_run_to_serve(tx: Connection, run: str) -> Row:
-    """The run's row, with the `weights` of its rewards and whether its groups are `stored`.
+    """Return the run's row, with the `weights` of its rewards and whether its groups are `stored`.
 
     Raises:
         NotFoundError: there is no such run.
@@ -103,7 +103,7 @@ def load_run_to_serve(tx: Connection, run: str) -> Row:
 
 @read_transaction
 def list_runs_beside(tx: Connection, run: str) -> list[str]:
-    """The names of the running runs, except that one and its own evaluations."""
+    """Return the names of the running runs, except that one and its own evaluations."""
     mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
     others = select(schema.runs.c.name).where(*IS_AT_WORK, schema.runs.c.name != run)
     others = others.where(func.coalesce(schema.runs.c.measures_id, 0).not_in(mine))
@@ -111,7 +111,7 @@ def list_runs_beside(tx: Connection, run: str) -> list[str]:
 
 
 def some_run_overlaps(database: Database) -> bool:
-    """Whether any running run has rollouts during updates.
+    """Return whether any running run has rollouts during updates.
 
     Raises:
         ServiceError: the database is away; said at once.

@@ -46,12 +46,12 @@ class DriverTransaction:
     """A read transaction of the driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
-        """Takes a connection that writes nothing, and what makes a value of SQLite's JSON."""
+        """Take a connection that writes nothing, and what makes a value of SQLite's JSON."""
         self._connection = connection
         self.is_sqlite, self.read_json = is_sqlite, read_json
 
     def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The rows of a query whose parameters are written `:name`."""
+        """Return the rows of a query whose parameters are written `:name`."""
         text = query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
         cursor = self._connection.execute(text, parameters)
         names = [column[0] for column in cursor.description]
@@ -62,7 +62,7 @@ class Reader:
     """A database that is read through its driver as long as that suffices."""
 
     def __init__(self, url: str, open_whole: "Callable[[], Database]") -> None:
-        """Opens no connection yet.
+        """Open no connection yet.
 
         Args:
             url: the database's URL.
@@ -75,7 +75,7 @@ class Reader:
         self._whole: Database | None = None
 
     def full_database(self) -> "Database":
-        """The whole database, from now on for every query."""
+        """Return the whole database, from now on for every query."""
         self._whole = self._whole or self._open_whole()
         return self._whole
 
@@ -127,7 +127,7 @@ def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file of a plain URL of SQLite; None for any other."""
+    """Return the file of a plain URL of SQLite; None for any other."""
     found = _SQLITE.fullmatch(url)
     return Path(unquote(found[1])) if found and found[1] != ":memory:" else None
 
@@ -142,7 +142,7 @@ def postgres_parts(url: str) -> dict[str, Any]:
 
 
 def newest_revision() -> str:
-    """The newest revision that this code knows, by the names of the migrations."""
+    """Return the newest revision that this code knows, by the names of the migrations."""
     from agentrl import migrations
 
     folder = Path(str(migrations.__file__)).parent / "versions"
@@ -154,7 +154,7 @@ def _revision(tx: DriverTransaction) -> str:
 
 
 def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Queryable, P], T]:
-    """A query of plain SQL (`select_rows`) as one read transaction, of either kind of database."""
+    """Return a query of plain SQL (`select_rows`) as one read transaction, of either kind of database."""
 
     @wraps(query)
     def run(db: Queryable, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,7 +164,9 @@ def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Co
 
 
 def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
-    """The rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from JSON."""
+    """Return the rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from
+    JSON.
+    """
     read_json: Callable[[str], Any] = json.loads
     if isinstance(tx, DriverTransaction):
         found, is_sqlite, read_json = tx.rows(query, parameters), tx.is_sqlite, tx.read_json
@@ -179,7 +181,7 @@ def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **paramet
 
 
 def among(numbers: Iterable[int]) -> str:
-    """The numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
+    """Return the numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
     return ", ".join(str(int(each)) for each in numbers) or "NULL"
 
 

@@ -33,7 +33,7 @@ class AttemptLocation:
 
 @read_transaction
 def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, AttemptLocation]:
-    """Hash of an attempt's key -> its place; unknown hashes are left out."""
+    """Return hash of an attempt's key -> its place; unknown hashes are left out."""
     agents, episodes, groups, runs = schema.agent_attempts, schema.episodes, schema.groups, schema.runs
     is_held = groups.c.lease_until >= now_ms()
     rows = tx.execute(
@@ -75,7 +75,7 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 
 
 def some_run_has_agent(database: Database) -> bool:
-    """Whether any running run gives its episodes to an agent: only then an embedded stack needs an endpoint.
+    """Return whether any running run gives its episodes to an agent: only then an embedded stack needs an endpoint.
 
     False, too, for the login of a tools or agents worker, which may not read runs.
 

@@ -24,7 +24,7 @@ _OF_EPISODES = (
 
 @transaction
 def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[Annotation]) -> None:
-    """Writes what was said of the episode's attempt, but for what is there already.
+    """Write what was said of the episode's attempt, but for what is there already.
 
     Raises:
         StateError: the episode is over, or another attempt of it is on.
@@ -48,7 +48,7 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
 
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, said: Sequence[Annotation]) -> None:
-    """Writes what who holds the episode's group says of it, after so many steps; what is there already stays.
+    """Write what who holds the episode's group says of it, after so many steps; what is there already stays.
 
     Raises:
         Fenced: another worker holds the group.
@@ -60,7 +60,7 @@ def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, sai
 def insert_annotations(
     tx: Connection, episode: int, attempt: int, step: int | None, run: str, said: Sequence[Annotation]
 ) -> None:
-    """Inserts rows for those that are not there yet; `step` is that of those that name none."""
+    """Insert rows for those that are not there yet; `step` is that of those that name none."""
     of_all = {"episode_id": episode, "attempt": attempt, "run": run}
     rows = [{**of_all, "source": each.source, "step": step if each.step is None else each.step, **_row(each)} for each in said]
     keys = ["episode_id", "attempt", "emission"]
@@ -70,7 +70,7 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Episode -> what was said of its current attempt, in order; those of which nothing was said are left out."""
+    """Return episode -> what was said of its current attempt, in order; those of which nothing was said are left out."""
     return annotations_of(tx, episodes)
 
 
@@ -83,12 +83,12 @@ def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[A
 
 
 def annotation_rows(said: Sequence[Annotation]) -> list[dict[str, Any]]:
-    """What a tool said, as its call's row holds it."""
+    """Return what a tool said, as its call's row holds it."""
     return [_row(each) for each in said]
 
 
 def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
-    """What a call's row holds of what its tool said."""
+    """Return what a call's row holds of what its tool said."""
     return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
 
 

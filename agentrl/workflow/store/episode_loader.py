@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 def split_in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The values in parts of PART_SIZE."""
+    """Yield the values in parts of PART_SIZE."""
     return (values[start : start + PART_SIZE] for start in range(0, len(values), PART_SIZE))
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
-    """The episode's row, `locked` against others until the transaction ends.
+    """Return the episode's row, `locked` against others until the transaction ends.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -53,7 +53,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
 
 
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
-    """The episodes that meet the condition with the steps of their current attempt, in order of group and sample.
+    """Return the episodes that meet the condition with the steps of their current attempt, in order of group and sample.
 
     A fork's first steps are read through its parent, whose task is the same.
     """
@@ -114,7 +114,7 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
 
 
 def members_of(iteration: int) -> ColumnElement[bool]:
-    """The condition on `episodes`: those of the iteration, its own or those of the stored groups that it trains on."""
+    """Return the condition on `episodes`: those of the iteration, its own or those of the stored groups that it trains on."""
     # One condition for both: with an OR of two Postgres would read every episode.
     own = select(schema.groups.c.id).where(schema.groups.c.iteration_id == iteration)
     stored = select(schema.iteration_groups.c.group_id).where(schema.iteration_groups.c.iteration_id == iteration)

@@ -21,7 +21,7 @@ class Epoch:
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """The version that ended that epoch of the run (its row).
+    """Return the version that ended that epoch of the run (its row).
 
     Raises:
         NotFoundError: the epoch is not over, or the run has no such epoch.
@@ -36,7 +36,7 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
-    """Whether an epoch may end with that version, by the iterations planned so far."""
+    """Return whether an epoch may end with that version, by the iterations planned so far."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
     found = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(found) == 1 or len(set(found)) == 2
@@ -44,7 +44,7 @@ def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
 
 @sql_read_transaction
 def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
-    """The checkpoints that ended an epoch of the run and stand in its own folder."""
+    """Return the checkpoints that ended an epoch of the run and stand in its own folder."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
@@ -61,7 +61,7 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
 
 @sql_read_transaction
 def find_run_of_folder(tx: Any, folder: str) -> str:
-    """The newest run that keeps its checkpoints in the folder; empty if there is none."""
+    """Return the newest run that keeps its checkpoints in the folder; empty if there is none."""
     return _find_run_of_folder(tx, folder)
 
 

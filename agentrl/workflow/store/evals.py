@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
-    """Plans the evaluation of a version that the run (its row) has just published, where it is that version's turn.
+    """Plan the evaluation of a version that the run (its row) has just published, where it is that version's turn.
 
     Every `eval.every` versions, and after the last. A paused run's evaluation waits with it, until the run goes on or is done.
     Where none tells any more what to measure on, as in a database that was downgraded meanwhile, the run's events say so, and
@@ -66,7 +66,7 @@ def _insert_policy(tx: Connection, run: int, version: int, made: int) -> int:
 
 
 def select_open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
-    """The iterations to send of the run's evaluations (of that version only) that are running."""
+    """Return the iterations to send of the run's evaluations (of that version only) that are running."""
     iterations, runs = schema.iterations.c, schema.runs.c
     mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
     mine = mine.where(iterations.status.in_(OPEN), runs.status == "running").order_by(iterations.id)

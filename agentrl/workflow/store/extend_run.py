@@ -23,7 +23,7 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Adds passes over its tasks, or iterations, to a run, and sets it going again as `planning.resume` does.
+    """Add passes over its tasks, or iterations, to a run, and set it going again as `planning.resume` does.
 
     Args:
         key: the key of this request: repeated, as after a commit whose reply was lost, it adds only once.
@@ -59,7 +59,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Raises StateError or ConfigError if the run, by its row, cannot be made longer.
+    """Raise StateError or ConfigError if the run, by its row, cannot be made longer.
 
     Args:
         stored: whether it trains on stored groups.

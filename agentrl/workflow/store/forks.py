@@ -49,7 +49,7 @@ class ForkPoint:
 
 @read_transaction
 def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
-    """The starting point of a fork of the episode at that step.
+    """Return the starting point of a fork of the episode at that step.
 
     Raises:
         NotFoundError: there is no such episode, or no such step in it.
@@ -84,7 +84,7 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
 
 
 def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
-    """The run's reward set of that name.
+    """Return the run's reward set of that name.
 
     Raises:
         NotFoundError: the run has no such set.
@@ -99,7 +99,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
-    """Plans the fork run's one iteration with its one group and `size` episodes, and adds the parent if asked."""
+    """Plan the fork run's one iteration with its one group and `size` episodes, and add the parent if asked."""
     parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         schema.iterations.insert()
@@ -171,7 +171,7 @@ class StoredRun:
 
 @read_transaction
 def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
-    """The run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
+    """Return the run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
 
     Raises:
         NotFoundError: the run has no such reward set.
@@ -201,7 +201,9 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
 
 @read_transaction
 def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
-    """An episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is none."""
+    """Return an episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is
+    none.
+    """
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
     query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)
@@ -215,7 +217,7 @@ def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | N
 
 @read_transaction
 def find_run_of_group(tx: Connection, group: int) -> int:
-    """The id of the run that the group belongs to.
+    """Return the id of the run that the group belongs to.
 
     Raises:
         NotFoundError: there is no such group.

@@ -56,7 +56,7 @@ class ImportedEpisode:
 
 @transaction
 def write_import(tx: Connection, submission: Submission, episodes: Sequence[ImportedEpisode]) -> str:
-    """Writes the run with all its episodes; returns its name.
+    """Write the run with all its episodes; return its name.
 
     Raises:
         ConflictError: a run of that name exists.

@@ -38,28 +38,32 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: S
 
 
 def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
-    """The number of iterations in which each of the tasks has its turn once."""
+    """Return the number of iterations in which each of the tasks has its turn once."""
     return -(-tasks // tasks_per_iteration)
 
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
-    """The number of iterations in an epoch of the run (its row); 0 if it trains on stored groups."""
+    """Return the number of iterations in an epoch of the run (its row); 0 if it trains on stored groups."""
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
-    """The number of epochs that these iterations begin."""
+    """Return the number of epochs that these iterations begin."""
     return -(-iterations // of_an_epoch)
 
 
 def staleness_of(config: Mapping[str, Any]) -> int:
-    """The most versions by which a run's episodes lag behind its trainer: iteration i samples with version max(0, i - that)."""
+    """Return the most versions by which a run's episodes lag behind its trainer: iteration i samples with version max(0, i -
+    that).
+    """
     return int(config["rollout"].get("max_staleness", 0))  # runs older than this option lack it
 
 
 def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
-    """How many times its first groups an iteration may have, so that enough of them have variance; 1: no more are planned."""
+    """Return how many times its first groups an iteration may have, so that enough of them have variance; 1: no more are
+    planned.
+    """
     return int(config["rollout"].get("dynamic_sampling", 1))
 
 
@@ -74,7 +78,7 @@ def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> 
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
-    """One iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id.
+    """Return one iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id.
 
     A run that trains on stored groups gets the next of those instead, and nothing to roll out.
     """
@@ -158,7 +162,7 @@ def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
 
 
 def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[Slot]) -> dict[int, int]:
-    """Groups in those slots, with their episodes, planned; returns slot -> group. They work with the texts of the run's config,
+    """Group in those slots, with their episodes, planned; returns slot -> group. They work with the texts of the run's config,
     unless it searches for others.
     """
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}

@@ -52,7 +52,7 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
 
 @transaction
 def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
-    """Says where a service is to be found that may run more than once: the latest that says so counts."""
+    """Say where a service is to be found that may run more than once: the latest that says so counts."""
     values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
     made = insert(tx, schema.service_leases).values(name=name, **values)
     tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
@@ -60,7 +60,7 @@ def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> N
 
 @read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
-    """The present holder of the service's lease, or None."""
+    """Return the present holder of the service's lease, or None."""
     leases = schema.service_leases
     return tx.execute(
         select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
@@ -69,7 +69,7 @@ def service_holder(tx: Connection, name: str) -> str | None:
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
-    """Tells every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
+    """Tell every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
     held = (select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
@@ -79,7 +79,7 @@ def record_oom(tx: Connection, worker: str, role: str) -> None:
 
 @transaction
 def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
-    """Tells every running run that the worker `host:pid` is gone, `how` it ended, and what of it goes on elsewhere.
+    """Tell every running run that the worker `host:pid` is gone, `how` it ended, and what of it goes on elsewhere.
 
     One that dies again and again, at its start, is told of once.
     """
@@ -101,7 +101,7 @@ def _end_leases(tx: Connection, worker: str) -> None:
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Tells the run, unless it knows, that the worker of a claim is lost: its lease ran out, and the claim `heir` goes on.
+    """Tell the run, unless it knows, that the worker of a claim is lost: its lease ran out, and the claim `heir` goes on.
 
     Args:
         seen_ms: when the worker renewed the lease last. What was told before that is of another process: one that is started
@@ -120,7 +120,7 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
 
 
 def memory_hint(tx: Connection, run: int, claim: str) -> str:
-    """What to add to the loss of a claim's worker: the hint if it was killed for want of memory, else nothing."""
+    """Return what to add to the loss of a claim's worker: the hint if it was killed for want of memory, else nothing."""
     events, worker = schema.events.c, claim.partition("/")[0]
     query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""

@@ -34,12 +34,12 @@ STRONG_PASSWORD_CHARACTERS = 12
 
 
 def head() -> str:
-    """The revision that this code wants."""
+    """Return the revision that this code wants."""
     return newest_revision()
 
 
 def current(database: Database) -> str | None:
-    """The revision of the database; None for an empty one."""
+    """Return the revision of the database; None for an empty one."""
     with database.read() as tx:
         return _current(tx)
 
@@ -57,7 +57,7 @@ def _is_foreign(tx: Connection) -> bool:
 
 
 def open_database(url: str) -> Database:
-    """The database, ready to use: SQLite is upgraded at once.
+    """Return the database, ready to use: SQLite is upgraded at once.
 
     Raises:
         ServiceError: a Postgres database that is not at this code's revision, a database of a newer agentrl or of something
@@ -115,7 +115,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Takes the database back to `revision` (`base` for empty)."""
+    """Take the database back to `revision` (`base` for empty)."""
     from alembic import command
 
     with _migration_lock(database):

@@ -13,7 +13,7 @@ from agentrl.workflow.trajectory import Episode
 
 @read_transaction
 def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
-    """The done, untainted episodes of these groups of the run that have a reward in that set, with it."""
+    """Return the done, untainted episodes of these groups of the run that have a reward in that set, with it."""
     episodes = schema.episodes.c
     done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
     query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
@@ -33,7 +33,7 @@ def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward
 
 @read_transaction
 def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
-    """The episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
+    """Return the episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
     found: dict[int, Episode] = {}
     for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)

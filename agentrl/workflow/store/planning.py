@@ -82,7 +82,7 @@ class Submission:
     difficulties: Mapping[str, float] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
-        """The same under another name, which its config and its own folder have too."""
+        """Return the same under another name, which its config and its own folder have too."""
         output = f"{self.root}/{name}" if self.root else self.output_dir
         return replace(self, name=name, config={**self.config, "name": name}, output_dir=output)
 
@@ -127,7 +127,7 @@ class SubmittedRun:
 
 @transaction
 def submit(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
-    """Writes the run with its tasks, its starting policy and the iterations that sample with it, or finds the same one.
+    """Write the run with its tasks, its starting policy and the iterations that sample with it, or find the same one.
 
     A name that nobody chose and that is taken gives way to the next free one; what this very submission wrote, and did not
     hear of, is found whatever it is called.
@@ -223,7 +223,7 @@ def _row_of(submission: Submission) -> dict[str, Any]:
 
 
 def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
-    """A run's row; its id, or None where its name is taken."""
+    """Return a run's row; its id, or None where its name is taken."""
     statement = insert(tx, schema.runs).values(created_at=datetime.now(UTC), **values)
     made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(schema.runs.c.id)
     return tx.execute(made).scalar_one_or_none()
@@ -310,19 +310,19 @@ def _insert_tasks(tx: Connection, run_id: int, submission: Submission) -> None:
 
 
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
-    """Adds to the run's event log."""
+    """Add to the run's event log."""
     tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=storable(detail)))
 
 
 @read_transaction
 def db_clock_ms(tx: Connection) -> int:
-    """The database's clock, in ms: read it before a message is sent, and mark it as sent then."""
+    """Return the database's clock, in ms: read it before a message is sent, and mark it as sent then."""
     return int(tx.execute(select(now_ms())).scalar_one())
 
 
 @transaction
 def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
-    """Remembers how often each group's message was sent, and when last.
+    """Remember how often each group's message was sent, and when last.
 
     Args:
         sent_ms: the `db_clock_ms` before; unset: now. A worker may have taken the message, and be lost, before it is marked;
@@ -334,7 +334,7 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
-    """Remembers how often the iteration's train job was sent, and when last: see `mark_groups_sent`."""
+    """Remember how often the iteration's train job was sent, and when last: see `mark_groups_sent`."""
     tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration)
@@ -344,7 +344,7 @@ def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) 
 
 @transaction
 def start_iteration(tx: Connection, iteration: int) -> list[int]:
-    """Marks the iteration running; returns its groups that are not terminal, in slot order."""
+    """Mark the iteration running; return its groups that are not terminal, in slot order."""
     started = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.status == "planned")
@@ -363,12 +363,12 @@ def start_iteration(tx: Connection, iteration: int) -> list[int]:
 
 @read_transaction
 def find_free_name(tx: Connection, stem: str) -> str:
-    """`stem-N` with the first N that no run has."""
+    """Return `stem-N` with the first N that no run has."""
     return _numbered_name(tx, stem)
 
 
 def eval_name(tx: Connection, run: str, version: int) -> str:
-    """What the run's evaluation of that version is called; with a number behind it where another run is called so."""
+    """Return what the run's evaluation of that version is called; with a number behind it where another run is called so."""
     name = f"{run[:48]}-eval-{version}"
     taken = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
     return _numbered_name(tx, name) if taken else name
@@ -385,7 +385,7 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raises StateError where the run, by its row, is done, cancelled, of another format, or what a process served."""
+    """Raise StateError where the run, by its row, is done, cancelled, of another format, or what a process served."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -397,7 +397,7 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 
 @transaction
 def resume(tx: Connection, run: str) -> Mapping[str, Any]:
-    """Sets a paused or failed run running again, its paused evaluations too, and lets what nobody holds be sent at once.
+    """Set a paused or failed run running again, its paused evaluations too, and let what nobody holds be sent at once.
 
     An iteration that paused the run because too few of its episodes ended well then trains with those there are.
 
@@ -417,7 +417,7 @@ def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
 
 
 def resume_evals(tx: Connection, run_id: int) -> None:
-    """Sets the run's paused evaluations running again."""
+    """Set the run's paused evaluations running again."""
     for each in _load_own_evals(tx, run_id, ("paused",)):
         _resume(tx, each)
 
@@ -457,24 +457,26 @@ def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Seq
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
-    """The version that the run published last: its update number that starts from there."""
+    """Return the version that the run published last: its update number that starts from there."""
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
 def select_sampled_policies(run_id: Any) -> Select[tuple[int]]:
-    """The ids of the policies that unfinished groups of the run sample with."""
+    """Return the ids of the policies that unfinished groups of the run sample with."""
     iterations, groups = schema.iterations.c, schema.groups.c
     waiting = select(iterations.policy_id).join(schema.groups, groups.iteration_id == iterations.id)
     return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
 
 
 def select_sampled_paths(run_id: Any) -> Select[tuple[str]]:
-    """Their checkpoints, each of which several versions may name: a skipped update's is that of the version before it."""
+    """Return their checkpoints, each of which several versions may name: a skipped update's is that of the version before
+    it.
+    """
     return select(schema.policies.c.path).where(schema.policies.c.id.in_(select_sampled_policies(run_id)))
 
 
 def is_broken(run_id: Any) -> ColumnElement[bool]:
-    """Whether one of the run's checkpoints was found broken and waits to be made again."""
+    """Return whether one of the run's checkpoints was found broken and waits to be made again."""
     return exists().where(schema.policies.c.run_id == run_id, schema.policies.c.broken != "")
 
 
@@ -484,7 +486,7 @@ def _is_unheld(table: Any) -> Any:
 
 @transaction
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
-    """Pauses, cancels or fails a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
+    """Pause, cancels or fail a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
 
     The evaluations that it makes of itself are paused and cancelled with it.
 
@@ -521,7 +523,7 @@ def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> N
 
 @read_transaction
 def open_iterations(tx: Connection, run_id: int) -> list[int]:
-    """The run's iterations that are not over, in their order."""
+    """Return the run's iterations that are not over, in their order."""
     query = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))
     return list(tx.execute(query.order_by(schema.iterations.c.number)).scalars())
 

@@ -50,14 +50,14 @@ class PreparedStatement:
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
 
     def rows(self, tx: Connection, values: Values) -> list[Any]:
-        """Runs it once; its rows, as tuples of what the driver gives."""
+        """Run it once; its rows, as tuples of what the driver gives."""
         compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
             found: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
         return found
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Runs it once for each of the rows, on Postgres without waiting in between; how many rows that changed."""
+        """Run it once for each of the rows, on Postgres without waiting in between; how many rows that changed."""
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

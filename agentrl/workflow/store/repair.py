@@ -42,7 +42,7 @@ class Rebuild:
 
 @transaction
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
-    """Stops the run from sampling with the checkpoint and training on it until it is whole.
+    """Stop the run from sampling with the checkpoint and training on it until it is whole.
 
     A run that trains nothing, such as an evaluation, waits meanwhile for the run that made its checkpoint, if that goes on.
 
@@ -98,7 +98,7 @@ def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
 
 @read_transaction
 def recovery_hint(tx: Connection, run: str, path: str) -> str:
-    """The command to type for a run without training that failed because of a broken checkpoint."""
+    """Return the command to type for a run without training that failed because of a broken checkpoint."""
     maker = _find_maker(tx, path)
     if maker is None:
         return f"It was rebuilt in another folder: type `agentrl resume {run}`."
@@ -113,7 +113,7 @@ def recovery_hint(tx: Connection, run: str, path: str) -> str:
 
 @read_transaction
 def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
-    """The inputs of the claimed run's first broken checkpoint."""
+    """Return the inputs of the claimed run's first broken checkpoint."""
     mine = select(schema.policies).where(schema.policies.c.run_id == work.run_id)
     row = tx.execute(mine.where(schema.policies.c.broken != "").order_by(schema.policies.c.version).limit(1)).one()
     broken = _policy_ref(work, row)
@@ -134,7 +134,7 @@ def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
 
 @read_transaction
 def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
-    """(version, path, sha256) of the run's policies before that version that were not collected, newest first."""
+    """Return (version, path, sha256) of the run's policies before that version that were not collected, newest first."""
     policies = schema.policies.c
     query = select(policies.version, policies.path, policies.sha256)
     query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))
@@ -143,7 +143,7 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Names the whole checkpoint in every row that named the broken one, and hands the iteration back.
+    """Name the whole checkpoint in every row that named the broken one, and hand the iteration back.
 
     Raises:
         Fenced: another trainer holds the iteration.
@@ -181,7 +181,7 @@ def _is_whole_again(tx: Connection, work: IterationWork, path: str) -> bool:
 
 @read_transaction
 def is_checkpoint_named(tx: Connection, path: str) -> bool:
-    """Whether a policy's row names that checkpoint."""
+    """Return whether a policy's row names that checkpoint."""
     return tx.execute(select(schema.policies.c.id).where(schema.policies.c.path == path).limit(1)).first() is not None
 
 

@@ -38,7 +38,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """The checkpoint folders of these runs (of all if none is named).
+    """Return the checkpoint folders of these runs (of all if none is named).
 
     Raises:
         NotFoundError: there is no such run.
@@ -52,13 +52,13 @@ def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Ch
 
 @read_transaction
 def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """The needs that `collect` would return, without collecting anything."""
+    """Return the needs that `collect` would return, without collecting anything."""
     return _find_needs(tx, run_id, present, keep_last)[0]
 
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Marks the run's policies that nothing needs as collected, and says what its folders are still needed for.
+    """Mark the run's policies that nothing needs as collected, and say what its folders are still needed for.
 
     Args:
         present: names of the folders that stand on this disk; only those are collected.
@@ -74,7 +74,7 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
 
 @transaction
 def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
-    """Marks as collected what the run does not keep (`update.save_every`) and nothing needs now; their files may go then."""
+    """Mark as collected what the run does not keep (`update.save_every`) and nothing needs now; their files may go then."""
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     key = run["manifest"].get("id", "")[:8]
     if _save_every(run) is None or not key:

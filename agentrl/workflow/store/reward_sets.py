@@ -20,7 +20,7 @@ PAGE_SIZE = 500
 
 
 def iterate_done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:
-    """The run's done episodes with their steps, in the order of their ids."""
+    """Yield the run's done episodes with their steps, in the order of their ids."""
     last = 0
     while page := _load_page(db_, run_id, last):
         yield from page
@@ -51,7 +51,7 @@ def add_reward_set(
     weights: Mapping[str, float],
     scored: Mapping[int, Mapping[str, Part]],
 ) -> None:
-    """Writes the set with the parts of each episode, by its id.
+    """Write the set with the parts of each episode, by its id.
 
     Raises:
         ConflictError: the run has a set of that name, with other code or weights.

@@ -74,7 +74,7 @@ class GroupWork:
     resources: Mapping[str, str] = field(default_factory=dict)
 
     def sampling_key(self, episode: Episode) -> SamplingKey:
-        """The key of an episode's draws."""
+        """Return the key of an episode's draws."""
         return SamplingKey.of(episode, self.seed, self.kind, self.iteration)
 
 
@@ -145,7 +145,7 @@ _TAKE_GROUP = (
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
-    """Takes the group's lease and loads its work; None if it is finished, held by a live worker, or its run is not running or
+    """Take the group's lease and load its work; None if it is finished, held by a live worker, or its run is not running or
     waits for a broken checkpoint.
 
     Args:
@@ -240,7 +240,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
 
 @transaction
 def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
-    """Tells once in the run's event log that its rewards come from other code than when it was submitted."""
+    """Tell once in the run's event log that its rewards come from other code than when it was submitted."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # so that of two at once one sees the other
@@ -255,13 +255,13 @@ _OPEN_AMONG = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expand
 
 @read_transaction
 def are_all_closed(tx: Connection, groups: Sequence[int]) -> bool:
-    """Whether every one of the groups is terminal."""
+    """Return whether every one of the groups is terminal."""
     return tx.execute(_OPEN_AMONG, {"groups": list(groups)}).first() is None
 
 
 @read_transaction
 def find_ready_iteration(tx: Connection, group: int) -> int | None:
-    """The group's iteration if all of its groups are terminal."""
+    """Return the group's iteration if all of its groups are terminal."""
     mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
     rows = tx.execute(
         select(schema.groups.c.iteration_id, schema.groups.c.status).where(schema.groups.c.iteration_id == mine)
@@ -271,7 +271,7 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
 
 @transaction
 def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """Renews the leases of those groups of `fences` that are still ours, and returns these."""
+    """Renew the leases of those groups of `fences` that are still ours, and return these."""
     held = set()
     for fence in fences:
         extended = tx.execute(
@@ -289,7 +289,7 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
 
 @transaction
 def hand_back(tx: Connection, fence: Fence) -> None:
-    """Ends the claim before its time: the group is sent again at once, and no loss is counted."""
+    """End the claim before its time: the group is sent again at once, and no loss is counted."""
     tx.execute(
         update(schema.groups)
         .where(schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running")
@@ -299,7 +299,7 @@ def hand_back(tx: Connection, fence: Fence) -> None:
 
 @transaction
 def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max_attempts: int) -> bool:
-    """Counts a failure of the system against the group; at `max_attempts` its unfinished episodes end as infra_error.
+    """Count a failure of the system against the group; at `max_attempts` its unfinished episodes end as infra_error.
 
     Returns whether that was the last attempt.
     """
@@ -450,7 +450,7 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """The contents of the claim.
+    """Return the contents of the claim.
 
     Raises:
         Fenced: the claim is no longer ours.

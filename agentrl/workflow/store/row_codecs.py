@@ -18,12 +18,12 @@ MAX_ID = 2**63 - 1
 
 
 def no_episode_error(episode: int) -> NotFoundError:
-    """The error for an episode number that does not exist."""
+    """Return the error for an episode number that does not exist."""
     return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
 
 
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
-    """The episode of a row of `episodes`, with its task and its steps."""
+    """Return the episode of a row of `episodes`, with its task and its steps."""
     made = Episode(
         task=task,
         sample=row["sample"],
@@ -48,7 +48,7 @@ SHARED = "shared"
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
-    """The step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls.
+    """Return the step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls.
 
     Args:
         before: the steps before it of its episode's attempt, by their numbers, whose messages it may share.
@@ -91,18 +91,18 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
 
 
 def prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
-    """A step's prompt as its JSON column holds it; the first `shared` messages are those of its parent's line."""
+    """Return a step's prompt as its JSON column holds it; the first `shared` messages are those of its parent's line."""
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
 
 
 def task_value(row: Mapping[Any, Any]) -> Task:
-    """The task of a row that carries the tasks columns."""
+    """Return the task of a row that carries the tasks columns."""
     return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
 
 
 def message_value(row: Mapping[str, Any]) -> Message:
-    """The message of a JSON column."""
+    """Return the message of a JSON column."""
     calls = tuple(
         ToolCall(call["name"], call["arguments"], call.get("error"), call.get("loose", False))
         for call in row.get("tool_calls", ())
@@ -111,7 +111,7 @@ def message_value(row: Mapping[str, Any]) -> Message:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """The message as a JSON column holds it."""
+    """Return the message as a JSON column holds it."""
     row: dict[str, Any] = {"role": message.role, "content": storable(message.content)}
     if message.thought:
         row["thought"] = storable(message.thought)
@@ -127,7 +127,7 @@ def _made_call_row(call: ToolCall) -> dict[str, Any]:
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:
-    """The annotation of a row."""
+    """Return the annotation of a row."""
     told = (row["kind"], row["name"], row["data"], row["step"], row["seconds"], row["source"])
     return Annotation(row["emission"], *told)
 
@@ -142,7 +142,7 @@ def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
 
 
 def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
-    """The parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
+    """Return the parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
     parts: dict[str, Part] = {}
     for row in rows:
         before = parts.get(row.part, ())
@@ -151,7 +151,7 @@ def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
 
 
 def clean_tree(value: Any) -> Any:
-    """A JSON value whose strings and numbers every database can hold."""
+    """Return a JSON value whose strings and numbers every database can hold."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, Mapping):
@@ -170,5 +170,5 @@ def pack(kind: str, values: Iterable[float]) -> bytes:
 
 
 def unpack(kind: str, blob: bytes) -> list[Any]:
-    """The values of a blob made by `pack`."""
+    """Return the values of a blob made by `pack`."""
     return list(struct.unpack(f"<{len(blob) // 4}{kind}", blob))

@@ -18,7 +18,7 @@ MAX_EVENTS = 100
 
 @transaction
 def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
-    """The events that were not sent yet, oldest first.
+    """Return the events that were not sent yet, oldest first.
 
     Each has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call
     returns none: what happened before is history. Evaluations that a run makes of itself are left out.

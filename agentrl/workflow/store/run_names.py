@@ -18,7 +18,7 @@ MAX_NAME_CHARS = 64
 
 @sql_read_transaction
 def find_run(tx: Any, run: str) -> Row:
-    """The run's row, by name or id.
+    """Return the run's row, by name or id.
 
     Raises:
         NotFoundError: there is none.
@@ -28,7 +28,7 @@ def find_run(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def is_run(tx: Any, name: str) -> bool:
-    """Whether there is a run of that name or number."""
+    """Return whether there is a run of that name or number."""
     return bool(select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
 
 
@@ -55,7 +55,7 @@ def _similar_name_hint(tx: Any, run: str) -> str:
 
 
 def parse_version(word: str) -> Version:
-    """The version that `3`, `v3`, `best` or `epoch3` names.
+    """Return the version that `3`, `v3`, `best` or `epoch3` names.
 
     Raises:
         ConfigError: it names none.
@@ -69,7 +69,7 @@ def parse_version(word: str) -> Version:
 
 
 def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
-    """The policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
+    """Return the policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
 
     Raises:
         NotFoundError: no such run or version.
@@ -81,7 +81,7 @@ def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
 
 @sql_read_transaction
 def find_policy(tx: Any, run: str, version: Version) -> Row:
-    """The row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
+    """Return the row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
 
     Raises:
         NotFoundError: there is none.
@@ -111,14 +111,14 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """`RUN@VERSION` of the policy that was first published with that checkpoint; empty where none was."""
+    """Return `RUN@VERSION` of the policy that was first published with that checkpoint; empty where none was."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     found = select_rows(tx, query, path=path)
     return f"{found[0]['name']}@{found[0]['version']}" if found else ""
 
 
 def find_best_version(tx: Any, run_id: int) -> int | None:
-    """The version with the highest mean on the held-out split, the first among equals; None if none was measured yet."""
+    """Return the version with the highest mean on the held-out split, the first among equals; None if none was measured yet."""
     found: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
     return found
 

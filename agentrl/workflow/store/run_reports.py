@@ -62,7 +62,7 @@ def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int)
 
 @read_transaction
 def list_due_reports(tx: Connection) -> list[Report]:
-    """The reports to write now, those of the newest runs first."""
+    """Return the reports to write now, those of the newest runs first."""
     runs, recently = schema.runs.c, datetime.now(UTC) - timedelta(hours=DUE_HOURS)
     due = (runs.status == "running") | (
         (_REPORTS.status != runs.status) & (func.coalesce(runs.finished_at, recently) >= recently)
@@ -73,7 +73,7 @@ def list_due_reports(tx: Connection) -> list[Report]:
 
 @read_transaction
 def list_reports(tx: Connection, run: str) -> list[Report]:
-    """The reports of a run.
+    """Return the reports of a run.
 
     Raises:
         NotFoundError: there is no such run.
@@ -128,13 +128,13 @@ def release_report(tx: Connection, lease: str, holder: str) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """The name of the lease (`leases.take_service_lease`) of the one process that writes a report."""
+    """Return the name of the lease (`leases.take_service_lease`) of the one process that writes a report."""
     return f"report {run_id} {tracker}"[:64]
 
 
 @sql_read_transaction
 def load_tracked_run(tx: Any, run_id: int) -> Row:
-    """The run's `name`, `config`, `manifest` and `tags`, by its number."""
+    """Return the run's `name`, `config`, `manifest` and `tags`, by its number."""
     query = "SELECT name, config, manifest FROM runs WHERE id = :id"
     (row,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
     return {**row, "tags": tags_of(tx, [run_id]).get(run_id, [])}
@@ -142,13 +142,13 @@ def load_tracked_run(tx: Any, run_id: int) -> Row:
 
 @sql_read_transaction
 def load_run_status(tx: Any, run_id: int) -> str:
-    """The run's status, by its number."""
+    """Return the run's status, by its number."""
     return str(select_rows(tx, "SELECT status FROM runs WHERE id = :id", id=run_id)[0]["status"])
 
 
 @sql_read_transaction
 def load_own_evals(tx: Any, run_id: int, after: int) -> list[Row]:
-    """The run's evaluations of its own policies with a version above `after`, in order, with `status` and results.
+    """Return the run's evaluations of its own policies with a version above `after`, in order, with `status` and results.
 
     The results are NULL while an evaluation is not done.
     """

@@ -22,7 +22,7 @@ class Origin:
 def link_resources(
     tx: Connection, run_id: int, groups: Sequence[int], texts: Mapping[str, str], origin: Origin | None = None
 ) -> None:
-    """Says that the groups' episodes work with these texts, each of which becomes a version where the run has none like it."""
+    """Say that the groups' episodes work with these texts, each of which becomes a version where the run has none like it."""
     origin = origin or Origin()
     ids = [version_of(tx, run_id, name, text, origin) for name, text in texts.items()]
     rows = [{"group_id": group, "resource_id": version} for group in groups for version in ids]
@@ -31,7 +31,7 @@ def link_resources(
 
 
 def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Origin) -> int:
-    """The number of the text's row, which is made where the run has no version like it."""
+    """Return the number of the text's row, which is made where the run has no version like it."""
     mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
     digest = sha256(text.encode()).hexdigest()
     found = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()
@@ -48,7 +48,7 @@ def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Origin
 
 
 def resources_of_group(tx: Connection, group: int) -> dict[str, str]:
-    """The texts that a group's episodes work with, by name."""
+    """Return the texts that a group's episodes work with, by name."""
     query = select(_VERSIONS.name, _VERSIONS.text).join(schema.group_resources, _LINKS.resource_id == _VERSIONS.id)
     rows = tx.execute(query.where(_LINKS.group_id == group).order_by(_VERSIONS.name))
     return {row.name: row.text for row in rows}

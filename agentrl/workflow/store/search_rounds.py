@@ -45,7 +45,7 @@ class PlannedGroup:
 
 @read_transaction
 def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
-    """The run's tasks by what they are for."""
+    """Return the run's tasks by what they are for."""
     roles = schema.run_tasks.c
     query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
     found: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
@@ -63,7 +63,7 @@ def load_candidates(tx: Connection, iteration: int) -> dict[int, dict[str, str]]
 
 @read_transaction
 def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
-    """Episode -> the parts of its reward, of all that was tried."""
+    """Return episode -> the parts of its reward, of all that was tried."""
     rewards, episodes = schema.rewards.c, schema.episodes.c
     query = select(rewards.episode_id, rewards.part, func.sum(rewards.value).label("value"))
     query = query.join(schema.episodes, episodes.id == rewards.episode_id).where(episodes.iteration_id == iteration)
@@ -85,7 +85,7 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Keeps a critic's answer, and returns the one that is kept: another process may have asked the same before."""
+    """Keep a critic's answer, and return the one that is kept: another process may have asked the same before."""
     asked = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
@@ -94,7 +94,7 @@ def record_answer(
 
 @transaction
 def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
-    """Adds groups to the search's iteration, whose claim ends with that.
+    """Add groups to the search's iteration, whose claim ends with that.
 
     Raises:
         Fenced: another process has the iteration, or it is over.
@@ -119,7 +119,7 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """Ends the run, and marks what it chose.
+    """End the run, and mark what it chose.
 
     Raises:
         Fenced: another process has the iteration, or it is over.

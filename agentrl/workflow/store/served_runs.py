@@ -52,7 +52,7 @@ class ServedEpisode:
 
 @transaction
 def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds: float) -> ServedRun:
-    """Writes the run, which is served from now on.
+    """Write the run, which is served from now on.
 
     Raises:
         ConflictError: a run of that name exists.
@@ -71,7 +71,7 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
 
 @transaction
 def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lease_seconds: float) -> ServedEpisode:
-    """Adds an episode for a client.
+    """Add an episode for a client.
 
     Args:
         client: what the client calls it; the key of its task.
@@ -175,7 +175,7 @@ def find_kept(tx: Connection) -> dict[int, float]:
 
 
 def forget_old(db: Database) -> int:
-    """Deletes the episodes of runs of the kind `serve` that are over and older than these runs keep them; returns how many."""
+    """Delete the episodes of runs of the kind `serve` that are over and older than these runs keep them; return how many."""
     count = 0
     for run, days in find_kept(db).items():
         before = datetime.now(UTC) - timedelta(days=min(days, MAX_DAYS))
@@ -185,14 +185,14 @@ def forget_old(db: Database) -> int:
 
 
 def forget_ended(db: Database, run: ServedRun) -> None:
-    """Deletes the run's episodes that are over."""
+    """Delete the run's episodes that are over."""
     while forget_episodes(db, run.id, datetime.now(UTC) + timedelta(days=1)):
         pass
 
 
 @transaction
 def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
-    """Deletes some of the run's episodes that ended before that time, with all that was said in them; returns how many.
+    """Delete some of the run's episodes that ended before that time, with all that was said in them; return how many.
 
     What another run trains on, or was trained on, stays, and what was forked.
     """

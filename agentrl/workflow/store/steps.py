@@ -105,7 +105,7 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[SampledStep])
 
 
 def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
-    """The row of a sampled step."""
+    """Return the row of a sampled step."""
     step = record.step
     return {
         "run": held.run,
@@ -134,12 +134,12 @@ def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
 
 
 def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
-    """What `THE_STEP` is found by."""
+    """Return what `THE_STEP` is found by."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
 def token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
-    """The row of a sampled step's tokens."""
+    """Return the row of a sampled step's tokens."""
     step = record.step
     return {
         **step_key(record.episode, step.index, held),
@@ -154,7 +154,7 @@ def _call_rows(record: SampledStep, held: HeldEpisodes) -> list[dict[str, Any]]:
 
 
 def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str = "call") -> dict[str, Any]:
-    """The row of a step's call of that number and kind."""
+    """Return the row of a step's call of that number and kind."""
     now = datetime.now(UTC)
     return {
         **step_key(episode, step, held),
@@ -178,7 +178,7 @@ def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldE
 
 
 def step_counts(record: SampledStep) -> dict[str, Any]:
-    """What a sampled step adds to its episode (`COUNT_STEP`)."""
+    """Return what a sampled step adds to its episode (`COUNT_STEP`)."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -215,7 +215,7 @@ def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
 
 @read_transaction
 def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
-    """The ids of the calls of the episode's step, in order."""
+    """Return the ids of the calls of the episode's step, in order."""
     calls = schema.tool_calls.c
     attempt = select(schema.episodes.c.attempt).where(schema.episodes.c.id == episode).scalar_subquery()
     query = select(calls.id).where(calls.episode_id == episode, calls.attempt == attempt, calls.step == step)
@@ -258,7 +258,8 @@ _ROWS_OF_STEP = (
 
 @transaction
 def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) -> list[list[int]]:
-    """One pending row per question, beside the calls of the episode's last step; those that are there are left as they are.
+    """Return one pending row per question, beside the calls of the episode's last step; those that are there are left as they
+    are.
 
     Returns the ids of each episode's rows, in the order of its questions. Only now are they sent.
 
@@ -289,7 +290,7 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Begins the episode again under the next attempt number; the old steps stay as they are.
+    """Begin the episode again under the next attempt number; the old steps stay as they are.
 
     Raises:
         Fenced: another worker holds the group.

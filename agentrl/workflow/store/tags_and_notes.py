@@ -24,7 +24,7 @@ _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
 @transaction
 def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[str] = ()) -> list[str]:
-    """Gives the run tags and takes others away, and returns those that it has then; what is so already stays so.
+    """Give the run tags and takes others away, and return those that it has then; what is so already stays so.
 
     Raises:
         NotFoundError: there is no such run.
@@ -46,7 +46,7 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
 
 @transaction
 def add_note(tx: Connection, run: str, text: str) -> int:
-    """Writes a note on the run, and returns its number.
+    """Write a note on the run, and return its number.
 
     Raises:
         NotFoundError: there is no such run.
@@ -66,7 +66,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
 
 @transaction
 def remove_note(tx: Connection, run: str, note: int) -> None:
-    """Takes a note of the run away.
+    """Take a note of the run away.
 
     Raises:
         NotFoundError: there is no such run, or it has no such note.
@@ -78,7 +78,7 @@ def remove_note(tx: Connection, run: str, note: int) -> None:
 
 
 def check_tag(tag: str) -> str:
-    """The tag without space around it.
+    """Return the tag without space around it.
 
     Raises:
         ConfigError: it can be none.

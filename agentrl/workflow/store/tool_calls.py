@@ -47,21 +47,21 @@ _CALL = (
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """The call, or None if it is answered, its episode is over, or an agent from outside runs it itself."""
+    """Return the call, or None if it is answered, its episode is over, or an agent from outside runs it itself."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
 
 @read_transaction
 def load_config(tx: Connection, run: int) -> Mapping[str, Any]:
-    """The config of that run."""
+    """Return the config of that run."""
     found: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
     return found
 
 
 @transaction
 def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
-    """Commits the start of a call that must not run twice and may take `seconds`; `worker` names this very try.
+    """Commit the start of a call that must not run twice and may take `seconds`; `worker` names this very try.
 
     Returns `ours` for the one that may run it, `running` while that one may still be at it, `lost` after that.
     """
@@ -93,7 +93,8 @@ def count_sending(tx: Connection, sent: Sequence[int]) -> None:
 
 @transaction
 def lost_calls(tx: Connection, most: int) -> list[int]:
-    """The calls without a result of all running episodes, counted as sent once more; save those sent `most` times already.
+    """Return the calls without a result of all running episodes, counted as sent once more; save those sent `most` times
+    already.
 
     Calls that must not run twice and were started are among them: see `start_once`.
     """
@@ -120,7 +121,7 @@ _RECORD_RESULT = PreparedStatement(
 
 @transaction
 def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
-    """Records the call's result, unless it has one; returns whether this one counts."""
+    """Record the call's result, unless it has one; return whether this one counts."""
     values = {
         "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
         "result": storable(result.content),

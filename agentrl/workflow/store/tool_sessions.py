@@ -44,7 +44,7 @@ def _matches(key: SessionKey) -> ColumnElement[bool]:
 
 @transaction
 def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> str:
-    """Takes the session to start its interpreter, unless somebody alive has it; returns whose it is now."""
+    """Take the session to start its interpreter, unless somebody alive has it; returns whose it is now."""
     until = now_ms() + int(lease_seconds * 1000)
     made = tx.execute(
         insert(tx, schema.tool_sessions)
@@ -62,7 +62,9 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """The heartbeat: renews the leases of the owner's sessions and lets go of those whose episode is over; the others."""
+    """Return the heartbeat: renews the leases of the owner's sessions and lets go of those whose episode is over; the
+    others.
+    """
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
@@ -74,7 +76,7 @@ def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
 
 @transaction
 def leave(tx: Connection, owner: str) -> None:
-    """Lets go of all of the owner's sessions: it ends, and others may take them at once."""
+    """Let go of all of the owner's sessions: it ends, and others may take them at once."""
     tx.execute(update(schema.tool_sessions).where(_SESSIONS.owner == owner).values(owner="", lease_until=None))
 
 
@@ -88,7 +90,7 @@ def taint(tx: Connection, key: SessionKey, what: str) -> None:
 
 @read_transaction
 def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
-    """The session's cells up to that call, in their order."""
+    """Return the session's cells up to that call, in their order."""
     asked = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
     before = (_CALLS.step < asked.step) | ((_CALLS.step == asked.step) & (_CALLS.call <= asked.call))
     return [*_load_inherited_cells(tx, key.episode, key.tool), *_load_cells(tx, key, before)]

@@ -68,7 +68,7 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Takes the iteration's lease and loads its episodes; None if it is not ready, over, held, or its run is not running.
+    """Take the iteration's lease and load its episodes; None if it is not ready, over, held, or its run is not running.
 
     It is ready when all of its groups are terminal and the policy is published that its update starts from. With dynamic
     sampling more groups are planned first where they lack variance, also before that policy is published.
@@ -208,7 +208,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """The trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
+    """Return the trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")
@@ -220,7 +220,7 @@ def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: floa
 
 @transaction
 def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
-    """Ends the trainer's claim before its time, without counting a loss."""
+    """End the trainer's claim before its time, without counting a loss."""
     tx.execute(
         update(schema.iterations)
         .where(
@@ -232,7 +232,7 @@ def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
 
 @transaction
 def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
-    """Hands the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
+    """Hand the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
     failed = tx.execute(
         update(schema.iterations)
         .where(

@@ -68,7 +68,7 @@ class PublishedUpdate:
 
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
-    """One commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
+    """Return one commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
 
     Raises:
         Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
@@ -219,7 +219,7 @@ def _plan_next_iteration(
 
 @transaction
 def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
-    """Ends an eval run with its score.
+    """End an eval run with its score.
 
     Raises:
         Fenced: another worker holds the iteration.
@@ -248,7 +248,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """Ends a fork run: its group is there to be looked at and trained on.
+    """End a fork run: its group is there to be looked at and trained on.
 
     Raises:
         Fenced: another worker holds the iteration.
@@ -261,7 +261,7 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
 def confirm_base(
     tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str], facts: Mapping[str, Any] = NO_FACTS
 ) -> None:
-    """Remembers at the first loading what the run's base is, and makes sure at each later one that it is the same.
+    """Remember at the first loading what the run's base is, and makes sure at each later one that it is the same.
 
     Args:
         chat_hashes: of the tokenizer, the chat template and the model's own code, kept in the manifest.
@@ -287,7 +287,7 @@ def confirm_base(
 
 @read_transaction
 def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
-    """The checkpoint whose optimizer state no update can need any more.
+    """Return the checkpoint whose optimizer state no update can need any more.
 
     The newest keep it, those before it that are still sampled with, and the one that the oldest can be made again from.
     """
@@ -299,5 +299,5 @@ def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str 
 
 @transaction
 def fail_run(tx: Connection, run: int, reason: str) -> None:
-    """Ends the run as failed; `agentrl resume` takes it up again once the cause is mended."""
+    """End the run as failed; `agentrl resume` takes it up again once the cause is mended."""
     set_run_status(tx, run, "failed", reason)

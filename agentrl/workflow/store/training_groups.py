@@ -24,7 +24,7 @@ def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 
 
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
-    """Loads the groups that the iteration trains on, with the rewards of that set."""
+    """Load the groups that the iteration trains on, with the rewards of that set."""
     slots = _load_slots(tx, iteration)
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}

@@ -36,7 +36,7 @@ class Utc(TypeDecorator[datetime]):
         return value.astimezone(UTC) if value else None
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Adds the zone that SQLite drops: UTC."""
+        """Add the zone that SQLite drops: UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -60,12 +60,12 @@ def _now_postgres(element: Any, compiler: Any, **kwargs: Any) -> str:
 
 
 def id_column() -> Column[int]:
-    """The primary key: a number of the table's own."""
+    """Return the primary key: a number of the table's own."""
     return Column("id", Id, primary_key=True, autoincrement=True)
 
 
 def reference_column(name: str, target: str, nullable: bool = False, index: bool = False) -> Column[int]:
-    """A reference to a row of `target`."""
+    """Return a reference to a row of `target`."""
     return Column(name, Id, ForeignKey(f"{target}.id"), nullable=nullable, index=index)
 
 
@@ -75,22 +75,22 @@ def text_column(name: str, default: str | None = "") -> Column[str]:
 
 
 def count_column(name: str) -> Column[int]:
-    """A count, from 0."""
+    """Return a count, from 0."""
     return Column(name, Id, nullable=False, server_default="0")
 
 
 def float_column(name: str) -> Column[float]:
-    """A float that may be NULL."""
+    """Return a float that may be NULL."""
     return Column(name, Float(53), nullable=True)
 
 
 def seconds_column(name: str) -> Column[float]:
-    """A duration in seconds, from 0."""
+    """Return a duration in seconds, from 0."""
     return Column(name, Float(53), nullable=False, server_default="0")
 
 
 def time_column(name: str) -> Column[datetime]:
-    """A moment, NULL until it has come."""
+    """Return a moment, NULL until it has come."""
     return Column(name, Utc, nullable=True)
 
 
@@ -100,13 +100,13 @@ def created_column() -> Column[datetime]:
 
 
 def run_name_column() -> Column[str]:
-    """The name of the row's run."""
+    """Return the name of the row's run."""
     # Kept in the row, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
     return Column("run", String(64), nullable=False)
 
 
 def check_one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """A constraint: the column has one of these values."""
+    """Return a constraint: the column has one of these values."""
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
@@ -116,11 +116,13 @@ CLOCK_JUMP_LEASES = 10
 
 
 def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
-    """Whether nobody holds a lease of `seconds`, by the database's own clock; a clock set back keeps nobody waiting long."""
+    """Return whether nobody holds a lease of `seconds`, by the database's own clock; a clock set back keeps nobody waiting
+    long.
+    """
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """The column's moment, or `moment` while it is NULL."""
+    """Return the column's moment, or `moment` while it is NULL."""
     return func.coalesce(column, literal(moment, Utc()))

@@ -192,5 +192,5 @@ VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
 
 
 def column_meaning(view: str, column: str) -> str:
-    """The meaning of a view's column; empty if it has none."""
+    """Return the meaning of a view's column; empty if it has none."""
     return VIEW_MEANINGS.get(view, {}).get(column, COLUMNS.get(column, ""))

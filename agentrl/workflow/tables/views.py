@@ -244,7 +244,7 @@ FINAL_STATUSES = {
 
 
 def create(tx: "Connection") -> None:
-    """Makes every view and trigger."""
+    """Make every view and trigger."""
     from sqlalchemy import text
 
     for name, query in VIEWS.items():
@@ -258,7 +258,7 @@ def create(tx: "Connection") -> None:
 
 
 def drop(tx: "Connection") -> None:
-    """Removes every view and trigger, whether or not they exist: a migration runs without them."""
+    """Remove every view and trigger, whether or not they exist: a migration runs without them."""
     from sqlalchemy import text
 
     for name in VIEWS:

@@ -55,16 +55,16 @@ class ToolFormat:
 
 
 def append_calls(content: str, calls: str) -> str:
-    """The content, if any, and then the calls on a line of their own."""
+    """Return the content, if any, and then the calls on a line of their own."""
     return f"{content}\n{calls}" if content else calls
 
 
 def skip_mark(text: str, at: int, mark: str) -> int:
-    """The place after the next such mark; the text's end if there is none."""
+    """Return the place after the next such mark; the text's end if there is none."""
     found = text.find(mark, at)
     return len(text) if found < 0 else found + len(mark)
 
 
 def nothing_after(text: str, at: int) -> bool:
-    """Whether only white space follows."""
+    """Return whether only white space follows."""
     return _REST.match(text, at) is not None

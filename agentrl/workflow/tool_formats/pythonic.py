@@ -68,28 +68,28 @@ class CallReader:
         self.advance()
 
     def advance(self) -> None:
-        """Goes on to the next token."""
+        """Go on to the next token."""
         self.at = self.next.end() if self.next else self.at
         self.next = _token(self.quote).match(self.text, self.at)
 
     def sign(self) -> str:
-        """The next token if it is a sign, else ""."""
+        """Return the next token if it is a sign, else ""."""
         return (self.next["sign"] or "") if self.next else ""
 
     def take(self, sign: str) -> bool:
-        """Skips that sign if it is next; whether it was."""
+        """Skip that sign if it is next; whether it was."""
         if self.sign() != sign:
             return False
         self.advance()
         return True
 
     def need(self, sign: str) -> None:
-        """Reads that sign, which must be next."""
+        """Read that sign, which must be next."""
         if not self.take(sign):
             raise self.wrong()
 
     def name(self) -> str:
-        """Reads a name, which must be next."""
+        """Read a name, which must be next."""
         found = self.next["name"] if self.next else None
         if not found:
             raise self.wrong()
@@ -97,7 +97,7 @@ class CallReader:
         return found
 
     def wrong(self, why: str = "") -> Unreadable:
-        """The error for the next token."""
+        """Return the error for the next token."""
         if self.next is None and self._breaks_off():
             return Unreadable(UNFINISHED, len(self.text))
         near = self.text[self.at : self.at + 20]
@@ -111,7 +111,7 @@ class CallReader:
         return marked or at == len(self.text) or self.text[at] in "\"'"
 
     def call(self) -> ToolCall:
-        """Reads a call."""
+        """Read a call."""
         name = self.name()
         self.need("(")
         arguments: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class CallReader:
         return self.checked(name, self._pairs(2))
 
     def printed_call(self) -> ToolCall:
-        """Reads a call, which may stand in `print(...)`."""
+        """Read a call, which may stand in `print(...)`."""
         if _PRINTED.match(self.text, self.at) is None:
             return self.call()
         for _ in range(2):
@@ -164,7 +164,7 @@ class CallReader:
         return {name: self.value(2)}
 
     def value(self, depth: int) -> Any:
-        """Reads a literal."""
+        """Read a literal."""
         if depth > MAX_NESTING:
             raise self.wrong(f"a call may nest {MAX_NESTING} objects and arrays within each other, not more")
         for opens, closes in ("[]", "()"):

@@ -32,7 +32,7 @@ class TrainerBackend:
 
 
 def start(backend: TrainerBackend, policy: "Policy", config: RunConfig, iterations: int) -> "Trainer":
-    """The trainer of this policy.
+    """Return the trainer of this policy.
 
     Raises:
         ConfigError: the trainer cannot be loaded here.
@@ -48,7 +48,7 @@ def full_float16_error() -> ConfigError:
 
 
 def check(config: RunConfig) -> None:
-    """Refuses options that the run's trainer does not support or read.
+    """Refuse options that the run's trainer does not support or read.
 
     Raises:
         ConfigError: there is such an option.

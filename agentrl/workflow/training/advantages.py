@@ -222,7 +222,7 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8) over what the mask names, variance unbiased; 0 elsewhere.
+    """Return (values - mean) / sqrt(variance + 1e-8) over what the mask names, variance unbiased; 0 elsewhere.
 
     Equal values give exactly 0; a single one too.
     """

@@ -90,7 +90,7 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def line_of(shown: Demonstration) -> bytes:
-    """The line of a file that holds the demonstration, as `read_demonstrations` reads it.
+    """Return the line of a file that holds the demonstration, as `read_demonstrations` reads it.
 
     Raises:
         ValueError: it could not be read again, and why.
@@ -104,7 +104,7 @@ def line_of(shown: Demonstration) -> bytes:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """A message as such a line has it."""
+    """Return a message as such a line has it."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         row["name"] = message.name

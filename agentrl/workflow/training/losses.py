@@ -89,7 +89,7 @@ Surrogate = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
 
 
 def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
-    """The surrogate + kl_coef x KL (where it is in the loss) - entropy_coef x entropy, aggregated as `options` says.
+    """Return the surrogate + kl_coef x KL (where it is in the loss) - entropy_coef x entropy, aggregated as `options` says.
 
     Sums `ratio`, `clip_fraction`, `log_ratio_clamped` and, with a reference, `kl`.
     """
@@ -129,7 +129,7 @@ def clipped(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor
 
 
 def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of the whole row's ratio, the product of its tokens' (TRL's RLOO)."""
+    """Return the clipped surrogate of the whole row's ratio, the product of its tokens' (TRL's RLOO)."""
     total = batch.log_ratio().sum(-1, keepdim=True).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     log_ratio = total.expand_as(batch.logprobs)
     return clipped_surrogate(log_ratio, batch.advantages, *_clips(options))
@@ -256,7 +256,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in, (B, T) out.
+    """Return the low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in, (B, T) out.
 
     d is at most `MAX_LOG_RATIO`. Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv 2402.03300,
     equation 4; the clamp as in verl.
@@ -271,7 +271,7 @@ KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 
 def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser, weights: Tensor | None = None) -> Tensor:
-    """A microbatch's share of the masked aggregation `name` of (B, T) values; the shares add up to the whole.
+    """Return a microbatch's share of the masked aggregation `name` of (B, T) values; the shares add up to the whole.
 
     `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
     `seq-mean-token-sum-norm`: the sum divided by sequences x T, as verl 0.9.1 and TRL do.

@@ -22,7 +22,7 @@ from agentrl.workflow.trajectory import PolicyRef
 def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
-    """Makes a model folder from a stored policy; returns the folder's record.
+    """Make a model folder from a stored policy; return the folder's record.
 
     Args:
         config: the section of the policy's run; `manifest`: the run's, for its hashes of tokenizer and template.
@@ -39,7 +39,7 @@ def merge(
 
 
 def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
-    """Makes the model folder, whole or not at all, with the record of how it was made.
+    """Make the model folder, whole or not at all, with the record of how it was made.
 
     Raises:
         ModelError: the disk has no room for it beside what stands there.
@@ -70,7 +70,7 @@ def _check_room(folder: Path, module: Any) -> None:
 
 
 def merge_weights(policy: Policy) -> Any:
-    """The trained weights as a model that needs no adapter and no quantisation; the policy is of no use afterwards.
+    """Return the trained weights as a model that needs no adapter and no quantisation; the policy is of no use afterwards.
 
     A 4-bit or 8-bit base is dequantised first, so that the sum is of the very numbers that were trained beside, and not rounded
     to so few bits again (which `merge_and_unload` would do).

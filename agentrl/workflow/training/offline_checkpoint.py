@@ -79,7 +79,7 @@ class Resumable:
         self._written = time.monotonic()
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, loss_scale: LossScale) -> int:
-        """Restores weights, optimizer and loss scale from the last checkpoint; returns the number of steps done, 0 without one.
+        """Restore weights, optimizer and loss scale from the last checkpoint; return the number of steps done, 0 without one.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of other parameters.
@@ -114,7 +114,7 @@ class Resumable:
         loss_scale: LossScale,
         now: bool = False,
     ) -> None:
-        """Writes a checkpoint after that step, where one is due or is wanted now.
+        """Write a checkpoint after that step, where one is due or is wanted now.
 
         Raises:
             CheckpointError: the disk refused; the one before it still stands.
@@ -137,7 +137,7 @@ class Resumable:
         self._wait = max(MIN_SECONDS_APART, MAX_TIME_SHARE * (self._written - began))
 
     def drop(self) -> None:
-        """Removes the checkpoint of a training from which nothing can come."""
+        """Remove the checkpoint of a training from which nothing can come."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_due(self, done: int) -> bool:
@@ -174,7 +174,7 @@ def open_resumable(
 
 
 def rendering_clock(target: Path) -> datetime:
-    """The time at which examples are rendered: that of the interrupted training of the model `target`, else now, in UTC.
+    """Return the time at which examples are rendered: that of the interrupted training of the model `target`, else now, in UTC.
 
     A chat template may print the date. So a training that goes on after midnight has the same examples, and the same key.
     """
@@ -189,7 +189,7 @@ def _place(target: Path) -> Path:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int]:
-    """The key of the training that wrote a checkpoint, the steps that were done, and of how many.
+    """Return the key of the training that wrote a checkpoint, the steps that were done, and of how many.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -93,7 +93,7 @@ class Recipe:
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
-    """The recipe for that many passes over that many examples."""
+    """Return the recipe for that many passes over that many examples."""
     batch_size = batch_size or BATCH_SIZE
     return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
 
@@ -116,7 +116,7 @@ class Start:
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, stage: str) -> dict[str, Any]:
-        """The start as `training.json` records it."""
+        """Return the start as `training.json` records it."""
         return {"stage": stage, **asdict(self.policy), "temperature": self.temperature}
 
 
@@ -169,13 +169,13 @@ class Learner:
 
 
 def make_learner(policy: Policy) -> Learner:
-    """The trainable weights of a policy."""
+    """Return the trainable weights of a policy."""
     with policy.training() as module:
         return Learner(module, policy.chat, policy.kind, policy.max_context, policy)
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """The model that stored episodes are learned by.
+    """Return the model that stored episodes are learned by.
 
     Raises:
         ModelError: it cannot be loaded, or is another than the run's.
@@ -185,7 +185,9 @@ def load_learner(start: Start, device: str, threads: int) -> Learner:
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
-    """Each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is none."""
+    """Return each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is
+    none.
+    """
     found: list[list[Row]] = [[] for _ in episodes]
     for row in rows_of(episodes):
         found[row.episode].append(row)
@@ -193,7 +195,7 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
 
 
 def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
-    """Names a training by all that it comes from: what learns, how, and every token; wherever the files are.
+    """Name a training by all that it comes from: what learns, how, and every token; wherever the files are.
 
     Args:
         source: what `training.json` says of it.
@@ -209,7 +211,7 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 
 
 def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """The examples to learn and those held out: that share, at least one of each; none where it is 0."""
+    """Return the examples to learn and those held out: that share, at least one of each; none where it is 0."""
     if not share:
         return list(examples), []
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
@@ -226,7 +228,7 @@ def train(
     held_out: Sequence[T] = (),
     kept: Resumable | None = None,
 ) -> Metrics:
-    """Trains the module's trainable parameters in place; the metrics of the last step.
+    """Train the module's trainable parameters in place; the metrics of the last step.
 
     Args:
         held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
@@ -287,7 +289,7 @@ def train(
 def accumulate(
     module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], factor: float = 1.0
 ) -> Metrics:
-    """The gradient of one batch times `factor`, which does not depend on how it is cut, and its metrics."""
+    """Return the gradient of one batch times `factor`, which does not depend on how it is cut, and its metrics."""
     whole = sum(map(objective.weight, batch))
     for attempt in backoff.attempts(batch):
         module.zero_grad(set_to_none=True)
@@ -305,7 +307,7 @@ def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T],
 
 @torch.no_grad()
 def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> float:
-    """The loss of these examples, without learning from them."""
+    """Return the loss of these examples, without learning from them."""
     module.eval()
     for attempt in backoff.attempts(examples):
         with attempt as pieces:
@@ -315,7 +317,7 @@ def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], b
 
 
 def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
-    """The logprobs of each example's rows (rows,), summed over the tokens that train, in nats."""
+    """Return the logprobs of each example's rows (rows,), summed over the tokens that train, in nats."""
     counts = [len(objective.rows(example)) for example in examples]
     rows = [row for example in examples for row in objective.rows(example)]
     return list(torch.split(_sum_logprobs(module, rows, objective.temperature), counts))
@@ -334,7 +336,7 @@ def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) ->
 def backoff_over_rows(
     rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
 ) -> OomBackoff[T]:
-    """How examples of such rows are read: as they are where they fit, else cut, those of like length together.
+    """Return how examples of such rows are read: as they are where they fit, else cut, those of like length together.
 
     Args:
         at_least: so many pieces, where there are the examples.
@@ -359,7 +361,7 @@ def backoff_over_rows(
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the learning rate: up over the first twentieth, then a half cosine."""
+    """Return share of the learning rate: up over the first twentieth, then a half cosine."""
     return min(1.0, (step + 1) * 20 / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -372,7 +374,7 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save(learner: Learner, made: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
-    """Makes the model folder, whole or not at all, with the record of how it was made.
+    """Make the model folder, whole or not at all, with the record of how it was made.
 
     Raises:
         CheckpointError: the disk refused.

@@ -19,7 +19,7 @@ QUANTISED_ELEMENTS = 4096
 def make_optimizer(
     name: str, parameters: Mapping[str, nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
-    """An optimizer by its name in the config.
+    """Return an optimizer by its name in the config.
 
     `adamw` is AdamW (arXiv 1711.05101) as one kernel per parameter, which keeps no copies of it; `adamw_8bit` keeps the moments
     of large parameters in 8 bits (arXiv 2110.02861).
@@ -33,7 +33,7 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuses an optimizer that this machine cannot run, by one step of it.
+    """Refuse an optimizer that this machine cannot run, by one step of it.
 
     Raises:
         ConfigError: it cannot run here, with the reason.
@@ -108,7 +108,7 @@ def _restore(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimizer's state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
+    """Return the optimizer's state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
     return {
         f"{name}:{moment}": torch.as_tensor(value).cpu().contiguous()
         for name, parameter in parameters.items()
@@ -119,7 +119,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Gives the optimizer copies of a state from `optimizer_state`.
+    """Give the optimizer copies of a state from `optimizer_state`.
 
     Raises:
         CheckpointError: the state is of other parameters, or of another optimizer.

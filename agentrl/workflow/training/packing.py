@@ -36,7 +36,9 @@ class PackedLines:
 
 
 def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
-    """The rows of each line, by their numbers: no line is longer than the longest row. Longest first, where it first fits."""
+    """Return the rows of each line, by their numbers: no line is longer than the longest row. Longest first, where it first
+    fits.
+    """
     lengths = [len(row.input_ids) for row in rows]
     lines: list[list[int]] = []
     room: list[int] = []
@@ -51,12 +53,12 @@ def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def packed_size(rows: Sequence[Row]) -> int:
-    """Tokens that the model reads for them, padding included."""
+    """Return tokens that the model reads for them, padding included."""
     return len(assign_lines(rows)) * max(len(row.input_ids) for row in rows)
 
 
 def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedLines | None:
-    """The rows on fewer lines than there are rows; None where that cannot be."""
+    """Return the rows on fewer lines than there are rows; None where that cannot be."""
     lines = assign_lines(rows)
     if len(lines) == len(rows):
         return None

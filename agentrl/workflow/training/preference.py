@@ -90,7 +90,7 @@ def dpo(
     save_every: int | None = None,
     progress: Progress = SILENT,
 ) -> TrainedModel:
-    """Trains a run's model to prefer the first episode of each pair to the second, and saves it.
+    """Train a run's model to prefer the first episode of each pair to the second, and save it.
 
     Args:
         pairs: already chosen (`stats.selection.select_pairs`), of one base and temperature.
@@ -130,7 +130,7 @@ def dpo(
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The loss of each pair and the margin of its implicit rewards; both (N,).
+    """Return the loss of each pair and the margin of its implicit rewards; both (N,).
 
     -log sigmoid(margin), margin = beta x ((lp_chosen - ref_chosen) - (lp_rejected - ref_rejected)).
     Source: arXiv 2305.18290, equation 7.
@@ -145,7 +145,7 @@ def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor
 
 
 def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pair]:
-    """The mean of `dpo_loss` over a batch's pairs."""
+    """Return the mean of `dpo_loss` over a batch's pairs."""
 
     def terms(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
         difference = pair_differences(pairs, logprobs)
@@ -157,14 +157,14 @@ def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pai
 
 
 def pair_differences(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> Tensor:
-    """The logprob of each pair's (N,) chosen rows minus that of the rejected ones, which come after them."""
+    """Return the logprob of each pair's (N,) chosen rows minus that of the rejected ones, which come after them."""
     return torch.stack(
         [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
     )
 
 
 def sampler_differences(pairs: Sequence[Pair]) -> list[float]:
-    """Each pair's difference as the sampler computed it, when it sampled."""
+    """Return each pair's difference as the sampler computed it, when it sampled."""
     return [_recorded_logprob(pair.chosen) - _recorded_logprob(pair.rejected) for pair in pairs]
 
 
@@ -174,7 +174,7 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 @torch.no_grad()
 def model_differences(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
-    """Each pair's difference under the module as it is, without dropout."""
+    """Return each pair's difference under the module as it is, without dropout."""
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):

@@ -39,7 +39,7 @@ class TokenConstants:
     returns: Tensor | None = None
 
     def on_lines(self, places: Tensor, mask: Tensor, dtype: torch.dtype) -> "TokenConstants":
-        """Those at these flat places, where the mask of a microbatch (B, T - 1) is True."""
+        """Return those at these flat places, where the mask of a microbatch (B, T - 1) is True."""
         flat = {one.name: getattr(self, one.name) for one in fields(self)}
         known = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
         return TokenConstants(**{name: pad(values, mask) for name, values in known.items()})
@@ -107,7 +107,7 @@ class UpdatePreparation:
     def prepare(
         self, groups: Sequence[Group], iteration: int, critic: nn.Linear | None, kl_coef: float
     ) -> PreparedUpdate | Update:
-        """Prepares the update by these groups; where there is nothing to do, the update that says why."""
+        """Prepare the update by these groups; where there is nothing to do, the update that says why."""
         kept, dropped = select_groups(groups, self._algorithm.needs_group)
         episodes = [episode for group in kept for episode in group.episodes]
         if not episodes:

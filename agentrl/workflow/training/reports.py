@@ -65,7 +65,7 @@ class UpdatePreview:
 
 
 def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
-    """The groups with their trainable episodes only, and why others are dropped, by slot.
+    """Return the groups with their trainable episodes only, and why others are dropped, by slot.
 
     A group-relative algorithm needs 2 finished episodes in a group, any other 1.
     """
@@ -80,7 +80,7 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
 
 
 def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
-    """Each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
+    """Return each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
     found = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
         values = line[:length]
@@ -101,7 +101,7 @@ def idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[
 
 
 def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
-    """The sums of the parts by name; of what is called `_max` the greatest."""
+    """Return the sums of the parts by name; of what is called `_max` the greatest."""
     sums: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -110,7 +110,9 @@ def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
 
 
 def combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
-    """The steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a pass."""
+    """Return the steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a
+    pass.
+    """
     tokens = sum(step["tokens"] for step in steps)
     combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
     return combined | {

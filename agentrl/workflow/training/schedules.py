@@ -15,7 +15,8 @@ KL_HORIZON = 10_000
 
 
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:
-    """Share of the learning rate in an iteration, counted from 0: up over `warmup` of them, then down to 0 after the last.
+    """Return share of the learning rate in an iteration, counted from 0: up over `warmup` of them, then down to 0 after the
+    last.
 
     The decay is as long as what is left after the warm-up; the first iteration after it has the whole rate.
     """
@@ -28,7 +29,7 @@ def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) 
 
 
 def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig) -> float:
-    """The weight of the KL after an update in which the KL to the reference was `kl`, in nats per token.
+    """Return the weight of the KL after an update in which the KL to the reference was `kl`, in nats per token.
 
     coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon); without a target it stays.
     Source: Ziegler et al., arXiv 1909.08593, section 2.2.

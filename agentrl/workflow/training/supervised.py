@@ -68,7 +68,7 @@ UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "
 
 
 def default_recipe(model: str, full: bool) -> Recipe:
-    """The recipe that works: measured for `tiny` on arithmetic, customary for the others."""
+    """Return the recipe that works: measured for `tiny` on arithmetic, customary for the others."""
     if model == TINY:
         return Recipe(steps=400, batch_size=32, learning_rate=3e-3)
     return Recipe(steps=200, batch_size=16, learning_rate=2e-5 if full else 2e-4)
@@ -91,7 +91,7 @@ def sft(
     save_every: int | None = None,
     progress: Progress = SILENT,
 ) -> TrainedModel:
-    """Fine-tunes a model on a dataset's demonstrations and saves it.
+    """Fine-tune a model on a dataset's demonstrations and save it.
 
     Args:
         dataset: one with demonstrations, or these themselves.
@@ -161,7 +161,7 @@ def sft_on_episodes(
     save_every: int | None = None,
     progress: Progress = SILENT,
 ) -> TrainedModel:
-    """Fine-tunes a run's model on what these episodes sampled, and saves it.
+    """Fine-tune a run's model on what these episodes sampled, and save it.
 
     Args:
         episodes: already chosen (`stats.selection.select_best`), of one base and temperature.
@@ -191,7 +191,7 @@ def sft_on_episodes(
 
 
 def likelihood_objective(temperature: float = 1.0) -> Objective[Example]:
-    """Mean cross entropy over a batch's learned tokens, in nats per token."""
+    """Return mean cross entropy over a batch's learned tokens, in nats per token."""
     return Objective(
         rows=lambda example: example,
         weight=lambda example: sum(sum(row.loss_mask) for row in example),
@@ -223,7 +223,7 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None, seed: int) -> Iterator[Demonstration | None]:
-    """The first demonstrations of a dataset, each as its env would have it; None for a task that has none.
+    """Yield the first demonstrations of a dataset, each as its env would have it; None for a task that has none.
 
     Raises:
         DatasetError: the dataset has no demonstrations.
@@ -246,13 +246,13 @@ def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> I
 
 
 def texts_of(shown: Iterable[Demonstration | None]) -> list[str]:
-    """The texts of the demonstrations for a tokenizer, cut where the speaker changes."""
+    """Return the texts of the demonstrations for a tokenizer, cut where the speaker changes."""
     plain = Chat(tiny_tokenizer([]))
     return [plain.decode(ids) for one in shown if one for ids, _ in segments_of(plain, one)]
 
 
 def segments_of(chat: Chat, shown: Demonstration) -> Segments:
-    """The demonstration as the episode it would be.
+    """Return the demonstration as the episode it would be.
 
     Raises:
         DatasetError: a template cannot continue its turns.
@@ -275,7 +275,7 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
 
 
 def row_of(segments: Segments) -> Row:
-    """The demonstration as a training row; what the assistant says trains."""
+    """Return the demonstration as a training row; what the assistant says trains."""
     ids = tuple(token for run, _ in segments for token in run)
     said = tuple(spoken for run, spoken in segments for _ in run)
     return Row(0, 0, ids, said, said, (0.0,) * len(ids))

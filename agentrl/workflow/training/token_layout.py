@@ -42,7 +42,7 @@ class TokenLayout:
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
-        """The layout of these episodes' training rows, as they were read."""
+        """Return the layout of these episodes' training rows, as they were read."""
         episodes = [as_read(episode)[0] for episode in episodes]
         rows = rows_of(episodes)
         counts = [sum(row.loss_mask) for row in rows]
@@ -58,19 +58,19 @@ class TokenLayout:
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
     def by_episode(self, values: Tensor) -> Tensor:
-        """Flat values as credit sees them, (N, T) float64."""
+        """Return flat values as credit sees them, (N, T) float64."""
         return pad(values.double().cpu(), self.mask)
 
     def places(self, rows: Sequence[Row]) -> Tensor:
-        """The flat places of these rows' trained tokens, in the order of the rows."""
+        """Return the flat places of these rows' trained tokens, in the order of the rows."""
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
+        """Return flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
-        """The earnings of each token.
+        """Return the earnings of each token.
 
         Args:
             groups: those of the episodes, in their order.

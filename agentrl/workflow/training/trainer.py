@@ -53,7 +53,7 @@ class NotFinite(Unusable):
 
 
 def require_finite(loss: float, norm: float) -> None:
-    """Raises NotFinite where the loss or the gradient's norm is no finite number."""
+    """Raise NotFinite where the loss or the gradient's norm is no finite number."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
 
@@ -96,7 +96,7 @@ class Trainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Improves the policy on the groups' trainable episodes.
+        """Improve the policy on the groups' trainable episodes.
 
         Raises:
             InfraError: memory does not suffice even for one row at a time, or for the optimizer's moments.
@@ -270,7 +270,7 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Writes all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
+        """Write all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / sealed_folder.OPTIMIZER)
@@ -284,7 +284,7 @@ class Trainer:
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
-        """Restores what `save` wrote, bit for bit; None starts afresh from the base, `fresh` from the folder's weights alone.
+        """Restore what `save` wrote, bit for bit; None starts afresh from the base, `fresh` from the folder's weights alone.
 
         Raises:
             CheckpointError: a file is missing, altered or of another model.

@@ -90,7 +90,7 @@ class Microbatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """The training rows of the episodes as they were read, in order; a row in which nothing trains is left out."""
+    """Return the training rows of the episodes as they were read, in order; a row in which nothing trains is left out."""
     found: list[Row] = []
     for number, (episode, _) in enumerate(map(as_read, episodes)):
         idle = reasons_not_to_train(episode)
@@ -104,7 +104,7 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
 
 
 def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: bool = False) -> list[list[Row]]:
-    """Rows of like length together: at most `tokens` padded tokens each, `at_least` as many (where there are the rows).
+    """Return rows of like length together: at most `tokens` padded tokens each, `at_least` as many (where there are the rows).
 
     Longest first, so that what does not fit into memory is known at once. A row longer than `tokens` stays alone. With `share`,
     rows of the same beginning go together instead, where the model then has less to read.
@@ -120,7 +120,7 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
 
 
 def size(rows: Sequence[Row], share: bool = False) -> int:
-    """Padded tokens that the model reads for a microbatch of these rows."""
+    """Return padded tokens that the model reads for a microbatch of these rows."""
     extent = _Extent()
     for row in rows:
         extent.add(row, _beginning(row) if share else None)
@@ -128,7 +128,9 @@ def size(rows: Sequence[Row], share: bool = False) -> int:
 
 
 def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool = False) -> Microbatch:
-    """The rows as tensors, padded on the right to the longest; with `share`, their beginnings once, where that is less."""
+    """Return the rows as tensors, padded on the right to the longest; with `share`, their beginnings once, where that is
+    less.
+    """
     shared = share and size(rows, share) < size(rows)
     starts = [row.prefix if shared else 0 for row in rows]
     lengths = [len(row.input_ids) - start for row, start in zip(rows, starts, strict=True)]

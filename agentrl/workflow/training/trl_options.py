@@ -36,7 +36,7 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuses a run that TRL cannot train; workers of a named broker may have packages that are missing here.
+    """Refuse a run that TRL cannot train; workers of a named broker may have packages that are missing here.
 
     Raises:
         ConfigError: TRL cannot train it, with the reason.
@@ -47,7 +47,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def require_trl() -> None:
-    """Refuses to go on without TRL, or with one that was not tried.
+    """Refuse to go on without TRL, or with one that was not tried.
 
     Raises:
         ConfigError: it is not installed here, or in another version.
@@ -61,7 +61,7 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuses what TRL's trainer would not do, or would leave out.
+    """Refuse what TRL's trainer would not do, or would leave out.
 
     Args:
         config: of a training run.
@@ -75,7 +75,7 @@ def check_trl(config: RunConfig) -> None:
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
-    """The loss as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
+    """Return the loss as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
     options, limits = resolve_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),

@@ -68,7 +68,7 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Improves the policy on the groups of which every episode can train.
+        """Improve the policy on the groups of which every episode can train.
 
         Raises:
             InfraError: memory does not suffice.
@@ -184,7 +184,7 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """The groups of which every episode can train, each as one row, and why others are dropped, by slot."""
+    """Return the groups of which every episode can train, each as one row, and why others are dropped, by slot."""
     chosen, dropped = select_groups(groups, needs_group=True)
     kept = []
     for group in chosen:
@@ -205,7 +205,7 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Rows in one forward and backward, which must divide all of them.
+    """Return rows in one forward and backward, which must divide all of them.
 
     TRL pads every row to the longest prompt and the longest completion of all; so padded, `tokens` should suffice, and there
     should be at least so many microbatches, where there are the rows.

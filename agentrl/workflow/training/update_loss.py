@@ -43,7 +43,7 @@ class UpdateLoss:
         self.importance = config.importance_method(same_numbers)
 
     def terms(self, batch: Microbatch, scores: Scores, known: TokenConstants, counts: Normaliser, kl_coef: float) -> LossTerms:
-        """The microbatch's share of its minibatch's loss.
+        """Return the microbatch's share of its minibatch's loss.
 
         Args:
             known: of its tokens, on its lines.

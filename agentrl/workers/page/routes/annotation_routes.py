@@ -125,7 +125,7 @@ def list_annotations(
     size: Size = 100,
     cursor: str = "",
 ) -> Response:
-    """What agents, tools and hooks said of the run's episodes, in the order in which it was written."""
+    """Return what agents, tools and hooks said of the run's episodes, in the order in which it was written."""
 
     def page(db: TransactionReader, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
@@ -137,7 +137,7 @@ def list_annotations(
 
 @router.get("/runs/{run}/prompts", response_model=PromptsPage)
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
-    """The versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
+    """Return the versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
 
     def page(db: TransactionReader, name: str) -> dict[str, Any]:
         found = prompt_rows.list_prompts(db, name, size, cursor)
@@ -157,7 +157,7 @@ def _find_gain(db: TransactionReader, run: str) -> dict[str, Any] | None:
 
 @router.get("/runs/{run}/critic-calls", response_model=CriticCallsPage)
 def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20, cursor: str = "") -> Response:
-    """What the run's search asked its critic, in order."""
+    """Return what the run's search asked its critic, in order."""
 
     def page(db: TransactionReader, name: str) -> Any:
         return resource_rows.list_critic_calls(db, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))

@@ -26,7 +26,7 @@ Start = Annotated[int, Query(ge=0, le=2**53)]
 def read_episode(
     store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
-    """One episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
+    """Return one episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
     return answer(look(store, lambda db: load_episode_answer(db.tx, episode, turn, size)))
 
 
@@ -38,7 +38,7 @@ def read_text(
     start: Start = 0,
     size: Annotated[int, Query(ge=1, le=MAX_TEXT)] = MAX_TEXT,
 ) -> Response:
-    """A part of one text of the episode, by the path that the episode's answer tells of a cut one."""
+    """Return a part of one text of the episode, by the path that the episode's answer tells of a cut one."""
     text = look(store, lambda db: load_text(db.tx, episode, of))
     end = start + size
     told = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
@@ -49,7 +49,7 @@ def read_text(
 def read_tokens(
     store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 4096
 ) -> Response:
-    """Tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
+    """Return tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
 
     def read(db: TransactionReader) -> tuple[EpisodeTokens, dict[str, Any]]:
         found = EpisodeTokens(db.tx, episode)

@@ -91,7 +91,7 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Evaluations by the version that was measured; `measures`, a run's name or number: those of its policies."""
+    """Return evaluations by the version that was measured; `measures`, a run's name or number: those of its policies."""
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     found = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
     return answer({"rows": cut_rows(found.rows), "next": found.next})
@@ -99,7 +99,7 @@ def list_evals(
 
 @router.get("/compare", response_model=Comparison)
 def compare(store: Store, a: int, b: int) -> Response:
-    """Two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
+    """Return two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
 
     def both(db: TransactionReader) -> dict[str, Any]:
         sides = load_sides(db, _find_eval(db, a), _find_eval(db, b))

@@ -84,7 +84,7 @@ class WholeGroup(BaseModel):
 
 @router.get("/groups/{group}", response_model=WholeGroup)
 def read_group(store: Store, group: int) -> Response:
-    """One group: its episodes in short, why each has its advantage, and where they part."""
+    """Return one group: its episodes in short, why each has its advantage, and where they part."""
     found = look(store, lambda db: load_group_answer(db.tx, group))
     texts = find_texts(store.settings, found.base)
     if not texts.sure and found.shapes:

@@ -58,7 +58,7 @@ def list_runs(
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """Runs, the newest first unless another order is asked for, without those that measure another one's policies."""
+    """Run, the newest first unless another order is asked for, without those that measure another one's policies."""
     chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
     return answer(look(store, lambda db: _runs(db, chosen, Paging(size=size, cursor=cursor, sort=sort))))
 
@@ -70,13 +70,13 @@ def _runs(db: TransactionReader, chosen: RunFilter, paging: Paging) -> dict[str,
 
 @router.get("/runs/{run}", response_model=WholeRun)
 def read_run(store: Store, run: int) -> Response:
-    """One run: its row, config, manifest, progress, relatives, and what kinds of rows it has."""
+    """Return one run: its row, config, manifest, progress, relatives, and what kinds of rows it has."""
     return answer(look(store, lambda db: load_run(db, run)))
 
 
 @router.get("/runs/{run}/config", response_model=ConfigRows)
 def read_config(store: Store, run: int, other: int | None = None) -> Response:
-    """Every value of the run's config, beside another run's where one is named."""
+    """Return every value of the run's config, beside another run's where one is named."""
 
     def both(db: TransactionReader) -> Any:
         mine = run_details.find_config(db, run)
@@ -87,7 +87,7 @@ def read_config(store: Store, run: int, other: int | None = None) -> Response:
 
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)
 def read_curves(store: Store, run: int, after: int = 0) -> Response:
-    """The run's curves from the iteration after `after` on, at most 1,000 iterations, and its evaluations."""
+    """Return the run's curves from the iteration after `after` on, at most 1,000 iterations, and its evaluations."""
     found = look_at_run(store, run, lambda db, name: curves.load_curves(db, name, after))
     told = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": found.rows, "evals": found.evals}
     return answer({**told, "cursor": found.cursor, "more": found.more})
@@ -97,7 +97,7 @@ def read_curves(store: Store, run: int, after: int = 0) -> Response:
 def list_events(
     store: Store, run: int, kind: str | None = None, sort: str = "", size: Size = 200, cursor: str = ""
 ) -> Response:
-    """The run's events, oldest first; `sort=-id`: newest first."""
+    """Return the run's events, oldest first; `sort=-id`: newest first."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
     return _page(look_at_run(store, run, lambda db, name: event_rows.list_events(db, EventFilter(name, kind), paging)))
 
@@ -106,7 +106,7 @@ def list_events(
 def read_ledger(
     store: Store, run: int, after: int = 0, size: Annotated[int, Query(ge=1, le=LEDGER_ITERATIONS)] = LEDGER_ITERATIONS
 ) -> Response:
-    """What became of the planned episodes of some iterations: how many there were of each fate."""
+    """Return what became of the planned episodes of some iterations: how many there were of each fate."""
 
     def window(db: TransactionReader, name: str) -> Any:
         return ledger.count_fates_after(db, name, max(0, after), size)
@@ -122,7 +122,7 @@ def read_lanes(
     first: Annotated[int | None, Query(alias="from")] = None,
     last: Annotated[int | None, Query(alias="to")] = None,
 ) -> Response:
-    """What each worker of each queue did in some iterations, the newest five unless others are named."""
+    """Return what each worker of each queue did in some iterations, the newest five unless others are named."""
     found = look_at_run(store, run, lambda db, name: lanes.load_lanes(db, name, first, last))
     told = {"lanes": found.lanes, "spans": found.spans, "left_out": found.left_out}
     return answer({**told, "from": found.first, "to": found.last})
@@ -130,7 +130,7 @@ def read_lanes(
 
 @router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
 def read_iteration(store: Store, run: int, number: int) -> Response:
-    """One iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
+    """Return one iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
     found = look_at_run(store, run, lambda db, name: iteration_details.load_iteration(db, name, number))
     told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
     return answer({**told, "left_out": found.left_out})
@@ -153,7 +153,7 @@ def list_episodes(
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """The run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
+    """Return the run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
 
     def page(db: TransactionReader, name: str) -> Page[episode_rows.EpisodeRow]:

@@ -46,12 +46,14 @@ class View(BaseModel):
 
 @router.get("/runs/{run}/series", response_model=SeriesPage)
 def read_series(store: Store, run: int, view: str, column: str, cursor: str = "") -> Response:
-    """The next 5,000 rows of the run in a view: how often a column has a number, its sum, least and greatest by iteration."""
+    """Return the next 5,000 rows of the run in a view: how often a column has a number, its sum, least and greatest by
+    iteration.
+    """
     found = look_at_run(store, run, lambda db, name: series.read_series(db, name, view, column, cursor))
     return answer({"rows": found.rows, "next": found.next})
 
 
 @router.get("/views", response_model=list[View])
 def list_views() -> Response:
-    """Every view with its columns and what they mean."""
+    """Return every view with its columns and what they mean."""
     return answer(series.list_views())

@@ -58,7 +58,7 @@ class Result(BaseModel):
     openapi_extra={"requestBody": {"content": {"application/json": {"schema": Query.model_json_schema()}}}},
 )
 async def run_sql(store: Store, request: Request) -> Response:
-    """What one SELECT over the tables and views gives: at most 1,000 rows, in at most 5 seconds."""
+    """Return what one SELECT over the tables and views gives: at most 1,000 rows, in at most 5 seconds."""
     query = _parse(await _read_body(request))
     return await run_in_threadpool(lambda: answer(_run(store, query)))
 

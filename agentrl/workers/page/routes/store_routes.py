@@ -35,13 +35,13 @@ class StoreAnswer:
 
 @router.get("/store", response_model=StoreAnswer)
 def describe_store(store: Store, request: Request) -> Response:
-    """The store that the page shows."""
+    """Return the store that the page shows."""
     newest = run_rows.find_newest_run(store)
     return answer({**describe_place(store), "version": __version__, "newest_run": newest, "actions": request.app.state.actions})
 
 
 def describe_place(store: ReadOnlyStore) -> dict[str, str]:
-    """Where the store is, without a password."""
+    """Return where the store is, without a password."""
     url = database_url(store.settings.database)
     is_file = url.get_backend_name() == "sqlite"
     place = str(url.database) if is_file else url.set(drivername="postgresql").render_as_string(hide_password=True)

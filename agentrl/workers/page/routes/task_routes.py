@@ -75,7 +75,7 @@ def list_tasks(
     size: Annotated[int, Query(ge=1, le=1000)] = 25,
     cursor: str = "",
 ) -> Response:
-    """The tasks that the run has groups of, at most 40, by their first group unless another order is asked for."""
+    """Return the tasks that the run has groups of, at most 40, by their first group unless another order is asked for."""
     found = look_at_run(store, run, lambda db, name: task_rows.list_tasks(db, name, text, sort, size, cursor))
     told = {"rows": cut_rows(found.rows, LISTED_CHARS), "next": found.next}
     return answer({**told, "solved_means": found.solved_means, "left_out": found.left_out})
@@ -83,7 +83,7 @@ def list_tasks(
 
 @router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)
 def read_task(store: Store, run: int, task: int) -> Response:
-    """One task: what is asked, and all groups of it with their episodes' rewards."""
+    """Return one task: what is asked, and all groups of it with their episodes' rewards."""
     found = look_at_run(store, run, lambda db, name: task_rows.load_task(db, name, task))
     cut = {}
     for name in ("task", "reference", "metadata"):

@@ -66,7 +66,9 @@ def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> t
 
 
 def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
-    """Episode of a group -> why it has its advantage; `recorded` are the advantages of those that the reader's update read."""
+    """Return episode of a group -> why it has its advantage; `recorded` are the advantages of those that the reader's update
+    read.
+    """
     name, options = load_algorithm(reader.run["config"])
     group = [_scored(member) for member in members if member.trainable]
     update = _Update(tx, reader)
@@ -86,7 +88,7 @@ def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded
 
 
 def explain_episode(tx: Any, reader: Reader, episode: int, group: int) -> dict[str, Any]:
-    """Why the episode has its advantage, and whose it is (`run`, `run_id`)."""
+    """Return why the episode has its advantage, and whose it is (`run`, `run_id`)."""
     members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]
@@ -128,7 +130,7 @@ class _Update:
 
 
 def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
-    """The advantages of the episode's tokens."""
+    """Return the advantages of the episode's tokens."""
     name, options = load_algorithm(reader.run["config"])
     if reader.recorded is None:
         return TokenCredit("missing", "No update has used this episode.")

@@ -13,12 +13,14 @@ MAX_DEPTH = 40
 
 
 def cut_rows(rows: Iterable[Mapping[str, Any]], most: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
-    """The rows, long values cut; a row that lost something says in `cut` of which column, and how many characters it has."""
+    """Return the rows, long values cut; a row that lost something says in `cut` of which column, and how many characters it
+    has.
+    """
     return [_cut_row(row, most) for row in rows]
 
 
 def cut_texts(row: Mapping[str, Any], most: int = LISTED_CHARS) -> dict[str, Any]:
-    """The row, only its long texts cut; `cut` as `cut_rows` says it."""
+    """Return the row, only its long texts cut; `cut` as `cut_rows` says it."""
     cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > most}
     return {**row, **{name: row[name][:most] for name in cut}, **({"cut": cut} if cut else {})}
 
@@ -30,7 +32,9 @@ def _cut_row(row: Mapping[str, Any], most: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """A value of JSON's kinds as it is, and None; a larger one as the beginning of its text, and how many characters it has."""
+    """Return a value of JSON's kinds as it is, and None; a larger one as the beginning of its text, and how many characters it
+    has.
+    """
     if isinstance(value, str):
         return value[:most], len(value) if len(value) > most else None
     if not isinstance(value, dict | list):

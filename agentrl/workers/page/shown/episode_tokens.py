@@ -29,7 +29,7 @@ class EpisodeTokens:
     """The tokens of an episode, read a stretch at a time."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Takes an open read transaction.
+        """Take an open read transaction.
 
         Raises:
             NotFoundError: there is no such episode.
@@ -45,7 +45,7 @@ class EpisodeTokens:
         return self._chains[-1].end if self._chains else 0
 
     def read(self, start: int, size: int) -> dict[str, Any]:
-        """The tokens from `start` on, at most `size`; texts are left out here."""
+        """Return the tokens from `start` on, at most `size`; texts are left out here."""
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
         kept = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
@@ -66,7 +66,7 @@ class EpisodeTokens:
         }
 
     def texts(self, found: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
-        """The texts of what was read, or why there are none."""
+        """Return the texts of what was read, or why there are none."""
         start, end = read["start"], read["start"] + len(read["ids"])
         if found.texts is None:
             return None, found.why_none
@@ -181,7 +181,9 @@ def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit
 
 
 def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundTexts:
-    """The texts as they are, or none where a namesake's tokenizer does not say what the episode recorded that it sampled."""
+    """Return the texts as they are, or none where a namesake's tokenizer does not say what the episode recorded that it
+    sampled.
+    """
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
     steps, kept = load_steps(tx, ids), load_tokens(tx, ids)
     if not steps or not kept:
@@ -190,7 +192,7 @@ def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundText
 
 
 def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:
-    """The first tokens of the episode's line, packed."""
+    """Return the first tokens of the episode's line, packed."""
     pieces = list_pieces(shape.value, place_chains(shape.value), 0, most)
     kept = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
     stored = {step: kept.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}

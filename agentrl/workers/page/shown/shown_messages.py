@@ -33,7 +33,7 @@ def _is_told(message: Any, told: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """A message of a JSON column."""
+    """Return a message of a JSON column."""
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     shown: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
     texts.put(shown, "content", str(row.get("content", "")), path=f"{path}/content")
@@ -47,7 +47,7 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
 
 
 def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
-    """A task, as `load_task_of` gives it."""
+    """Return a task, as `load_task_of` gives it."""
     shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
     texts.put(shown, "reference", task["reference"], task["reference_chars"], "task/reference")
     messages = task["messages"] if isinstance(task["messages"], list) else []

@@ -14,11 +14,11 @@ class ShownTexts:
     """Puts texts into an answer; beside a cut one stand, by its name, its characters (`cut`) and its path (`of`)."""
 
     def __init__(self, most: int = SHOWN_CHARS, together: int = ANSWER_CHARS) -> None:
-        """Takes the most characters of one text, and of all."""
+        """Take the most characters of one text, and of all."""
         self._most, self._left = most, together
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Puts a text, or as much of it as fits.
+        """Put a text, or as much of it as fits.
 
         Args:
             text: itself or its beginning; `chars`, how many characters it has in all.
@@ -35,7 +35,7 @@ class ShownTexts:
             self._mark(target, name, whole, path)
 
     def put_value(self, target: dict[str, Any], name: str, value: Any, path: str = "") -> None:
-        """Puts a value of JSON's kinds as it is; a large one as the beginning of its text."""
+        """Put a value of JSON's kinds as it is; a large one as the beginning of its text."""
         shown, chars = cut_value(value, self._room())
         if isinstance(shown, str):
             self._left -= len(shown)

@@ -34,11 +34,11 @@ class TokenTexts:
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """The text of each; a letter that several tokens make is the first one's, and the others of it are empty."""
+        """Return the text of each; a letter that several tokens make is the first one's, and the others of it are empty."""
         return join_pieces([self._bytes(token) for token in ids])
 
     def whole(self, ids: Sequence[int]) -> str:
-        """The text of all of them."""
+        """Return the text of all of them."""
         return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
 
     def _bytes(self, token: int) -> bytes:
@@ -63,7 +63,9 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """The texts of pieces of UTF-8: a letter that stands in several is the first one's. What is no UTF-8 becomes U+FFFD."""
+    """Return the texts of pieces of UTF-8: a letter that stands in several is the first one's. What is no UTF-8 becomes
+    U+FFFD.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts: list[str] = []
     held: int | None = None  # whose letter is not whole yet
@@ -96,7 +98,7 @@ class FoundTexts:
 
 
 def find_texts(where: Settings, base: str) -> FoundTexts:
-    """The texts of the tokens of a base."""
+    """Return the texts of the tokens of a base."""
     file, sure = _find_file(where, base)
     if file is None:
         return FoundTexts(None, f"The tokenizer of {base[:200]!r} is not on this machine.")

@@ -47,7 +47,7 @@ _CALL_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """The episode with its turns from step `start` on, at most `size` of them.
+    """Return the episode with its turns from step `start` on, at most `size` of them.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -105,7 +105,7 @@ def _shown_agent(agent: Row | None, texts: ShownTexts) -> dict[str, Any] | None:
 
 
 def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownTexts) -> list[dict[str, Any]]:
-    """The turns of these steps."""
+    """Return the turns of these steps."""
     value = shape.value
     before = {step: value.steps[step].parent for step in steps}
     parents = {parent for parent in before.values() if parent is not None and parent >= 0}
@@ -167,7 +167,9 @@ def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
 
 
 def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
-    """The episode's chains: which steps they have, after which step they begin, and where their tokens are in the line."""
+    """Return the episode's chains: which steps they have, after which step they begin, and where their tokens are in the
+    line.
+    """
     found = []
     for place in place_chains(shape.value):
         parent = place.steps[0].parent
@@ -178,7 +180,7 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
 
 
 def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
-    """What a person may type of the episode; null: it cannot be done."""
+    """Return what a person may type of the episode; null: it cannot be done."""
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)

@@ -50,7 +50,7 @@ class GroupAnswer:
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
-    """The group with its siblings.
+    """Return the group with its siblings.
 
     Raises:
         NotFoundError: there is no such group.
@@ -142,7 +142,7 @@ def _segment(
 
 
 def describe_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
-    """Where the siblings part, in tokens and, where there are, texts."""
+    """Return where the siblings part, in tokens and, where there are, texts."""
     alignment, texts = answer.alignment, found.texts
     common = alignment.common
     first = next(iter(answer.lines.values()), b"")

@@ -24,19 +24,19 @@ OPEN_WORK_SHOWN = 200
 
 
 def list_shown_runs(db: TransactionReader, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
-    """The rows of runs, each with its summary."""
+    """Return the rows of runs, each with its summary."""
     summaries = load_summaries(db.tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
 def typed_run(number: int, name: str) -> str:
-    """The run as a person types it: by its name, since a command takes a number for a name first; by its number, if in a
+    """Return the run as a person types it: by its name, since a command takes a number for a name first; by its number, if in a
     strange store no shell should read that name."""
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
 def load_run(db: TransactionReader, run: int) -> dict[str, Any]:
-    """The run of that number, as `/api/runs/{run}` answers it.
+    """Return the run of that number, as `/api/runs/{run}` answers it.
 
     Raises:
         NotFoundError: there is no such run.

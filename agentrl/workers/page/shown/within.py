@@ -16,7 +16,7 @@ class TransactionReader:
     """A transaction that takes the place of a database, so that each query runs inside it."""
 
     def __init__(self, tx: Any) -> None:
-        """Takes an open read transaction."""
+        """Take an open read transaction."""
         self.tx = tx
 
     def ask(self, query: Callable[[Any], T]) -> T:
@@ -29,12 +29,12 @@ class TransactionReader:
 
 
 def look(store: ReadOnlyStore, query: Callable[[TransactionReader], T]) -> T:
-    """What `query` finds in one transaction. Raises as `ReadOnlyStore.ask` and the query do."""
+    """Return what `query` finds in one transaction. Raises as `ReadOnlyStore.ask` and the query do."""
     return store.ask(lambda tx: query(TransactionReader(tx)))
 
 
 def look_at_run(store: ReadOnlyStore, run: int, query: Callable[[TransactionReader, str], T]) -> T:
-    """What `query` finds of the run of that number, by its name, in one transaction.
+    """Return what `query` finds of the run of that number, by its name, in one transaction.
 
     Raises:
         NotFoundError: there is no such run.

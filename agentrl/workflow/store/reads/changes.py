@@ -19,7 +19,7 @@ LATE_EVENTS = 50
 
 @sql_read_transaction
 def mark_changes(tx: Any, run: str) -> str:
-    """The cursor of the run as it is now.
+    """Return the cursor of the run as it is now.
 
     Raises:
         NotFoundError: there is no such run.
@@ -35,7 +35,7 @@ def mark_changes(tx: Any, run: str) -> str:
 
 
 def since_values(since: str, run_id: int) -> dict[str, int]:
-    """`first_open`, the number of the iteration with which the changes begin, and `last_event`, after which they do.
+    """Return `first_open`, the number of the iteration with which the changes begin, and `last_event`, after which they do.
 
     Raises:
         ConfigError: it is not such a cursor, or another run's.
@@ -63,7 +63,7 @@ class OfRun(Protocol):
 
 
 def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
-    """The conditions on groups or episodes, and their values: of the run, or of some of its iterations."""
+    """Return the conditions on groups or episodes, and their values: of the run, or of some of its iterations."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
     numbers, values = [], {"run_id": run_id}
     if chosen.iteration is not None:

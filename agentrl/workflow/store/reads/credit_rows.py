@@ -32,13 +32,13 @@ class Member:
 
 
 def load_group_members(tx: Any, group: int, reward_set: str) -> list[Member]:
-    """The episodes of a group, by sample."""
+    """Return the episodes of a group, by sample."""
     query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MAX_EPISODES}"
     return _members(tx, select_rows(tx, query, id=group), reward_set)
 
 
 def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -> list[Member]:
-    """The episodes that the run's update of that iteration (its row's number) read."""
+    """Return the episodes that the run's update of that iteration (its row's number) read."""
     query = f"""
         SELECT {_EPISODE} FROM consumptions c JOIN episodes e ON e.id = c.episode_id
         WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MAX_EPISODES}"""
@@ -66,7 +66,7 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
 
 
 def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, float | None]:
-    """Episode -> its reward in the set; None without one. `default`'s are on the rows."""
+    """Return episode -> its reward in the set; None without one. `default`'s are on the rows."""
     if reward_set == "default":
         return {row["id"]: row["reward"] for row in rows}
     earned = load_earned(tx, rows, reward_set)
@@ -74,7 +74,9 @@ def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, 
 
 
 def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict[int, float]]:
-    """Episode -> step -> what it earned in the set, weighted; WHOLE is the whole episode's, which `default` has on its row."""
+    """Return episode -> step -> what it earned in the set, weighted; WHOLE is the whole episode's, which `default` has on its
+    row.
+    """
     sets = _find_sets(tx, {row["run_id"] for row in rows}, reward_set)
     steps_alone = f"AND w.step <> {WHOLE}" if reward_set == "default" else ""
     found: dict[int, dict[int, float]] = {}
@@ -94,7 +96,7 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Episode -> its shape without what it has from a parent; None where they have more than MAX_STEPS steps."""
+    """Return episode -> its shape without what it has from a parent; None where they have more than MAX_STEPS steps."""
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
     for some in in_parts([*steps]):
@@ -111,6 +113,6 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """The algorithm's name in a run's config, None where it has none, and its options."""
+    """Return the algorithm's name in a run's config, None where it has none, and its options."""
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

@@ -88,7 +88,7 @@ class Curves:
 
 @sql_read_transaction
 def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) -> Curves:
-    """The curves of a run.
+    """Return the curves of a run.
 
     Args:
         after: only iterations of a greater number, from 1.
@@ -180,7 +180,7 @@ def _seconds(start: datetime | None, end: datetime | None) -> float | None:
 
 
 def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
-    """The finished evaluations of the run's policies, by their version, inside a transaction."""
+    """Return the finished evaluations of the run's policies, by their version, inside a transaction."""
     query = f"""
         SELECT m.version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.run_id, r.finished_at
         FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id JOIN runs r ON r.id = m.run_id

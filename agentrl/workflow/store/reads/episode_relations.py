@@ -17,7 +17,7 @@ MAX_REWARDS = 500
 
 
 def load_row(tx: Any, episode: int) -> EpisodeRow:
-    """The episode's row; there is one."""
+    """Return the episode's row; there is one."""
     return select_values(tx, EpisodeRow, "WHERE id = :id", id=episode)[0]
 
 
@@ -28,13 +28,13 @@ def load_run_of(tx: Any, run_id: int) -> Row:
 
 
 def load_task_of(tx: Any, task_id: int) -> Row:
-    """The task: id, key, messages, reference."""
+    """Return the task: id, key, messages, reference."""
     query = f"SELECT id, key, messages, {cut_column('reference')} FROM tasks WHERE id = :id"
     return select_rows(tx, query, ("messages",), id=task_id)[0]
 
 
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
-    """What the whole episode earned, by part and reward set; and how many of its parts were too many."""
+    """Return what the whole episode earned, by part and reward set; and how many of its parts were too many."""
     rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MAX_REWARDS + 1}"
     found = select_values(tx, RewardRow, rest, id=episode)
     if len(found) <= MAX_REWARDS:
@@ -44,7 +44,7 @@ def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
 
 
 def load_beside(tx: Any, episode: int, group: int) -> Row:
-    """The episodes before and after it in its group, in the order of their samples; null: it is the first, the last."""
+    """Return the episodes before and after it in its group, in the order of their samples; null: it is the first, the last."""
     query = """
         SELECT
           (SELECT b.id FROM episodes b WHERE b.group_id = :group AND b.sample < e.sample
@@ -56,7 +56,7 @@ def load_beside(tx: Any, episode: int, group: int) -> Row:
 
 
 def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
-    """The newest MAX_FORKS episodes that go on from the episode, and how many more there are."""
+    """Return the newest MAX_FORKS episodes that go on from the episode, and how many more there are."""
     query = f"""
         SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
         JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MAX_FORKS}"""
@@ -66,7 +66,7 @@ def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
 
 
 def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
-    """What its agent said when it ended badly, and the last of what it printed; None: no agent ran it."""
+    """Return what its agent said when it ended badly, and the last of what it printed; None: no agent ran it."""
     query = f"""
         SELECT status, exit_code, error_class, {cut_column("error")}, {cut_column("output")}, {cut_column("answer")}
         FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"""
@@ -75,7 +75,7 @@ def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
 
 
 def load_resources_of(tx: Any, group: int) -> list[Row]:
-    """The versions of texts that the episodes of a group work with."""
+    """Return the versions of texts that the episodes of a group work with."""
     query = """
         SELECT v.id, v.name, v.version, v.chosen, v.run_id FROM group_resources l JOIN resources v ON v.id = l.resource_id
         WHERE l.group_id = :id ORDER BY v.name, v.version LIMIT 100"""
@@ -83,7 +83,7 @@ def load_resources_of(tx: Any, group: int) -> list[Row]:
 
 
 def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
-    """What became of the episode in its own run (`fate` and why), and in others that trained on it (`elsewhere`)."""
+    """Return what became of the episode in its own run (`fate` and why), and in others that trained on it (`elsewhere`)."""
     found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
     own = next((fate for fate in found if fate.run == row.run), None)
     names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
@@ -97,7 +97,7 @@ def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
 
 
 def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
-    """The updates that read the episode, those of its own run first: run, iteration, advantage, what was skipped."""
+    """Return the updates that read the episode, those of its own run first: run, iteration, advantage, what was skipped."""
     query = """
         SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped
         FROM consumptions c JOIN runs r ON r.id = c.run_id JOIN iterations i ON i.id = c.iteration_id

@@ -104,7 +104,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
-    """The run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
+    """Return the run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if "group" in values and of_run == [OF_RUN]:
@@ -124,7 +124,7 @@ def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
 
 @sql_read_transaction
 def find_last_episode(tx: Any) -> int | None:
-    """The newest episode that is done."""
+    """Return the newest episode that is done."""
     found = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
     return found[0]["id"] if found else None
 
@@ -150,7 +150,7 @@ class EpisodeRecord:
 
 @sql_read_transaction
 def find_episode(tx: Any, episode: int) -> EpisodeRecord:
-    """The episode with all its steps.
+    """Return the episode with all its steps.
 
     Raises:
         NotFoundError: there is none.
@@ -192,7 +192,7 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """The episode with the steps of its current attempt, its first ones read through its parent."""
+    """Return the episode with the steps of its current attempt, its first ones read through its parent."""
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]

@@ -34,13 +34,13 @@ class EpisodeShape:
     rows: Sequence[Row]
 
     def step_ids(self, steps: Sequence[int]) -> list[int]:
-        """The numbers of the rows of these steps."""
+        """Return the numbers of the rows of these steps."""
         return [self.rows[step]["id"] for step in steps if 0 <= step < len(self.rows)]
 
 
 @sql_read_transaction
 def load_shape(tx: Any, episode: int) -> EpisodeShape:
-    """The shape of an episode.
+    """Return the shape of an episode.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -81,7 +81,7 @@ STEP_COLUMNS = """
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
-    """The episode of a row of `episodes`, with steps of that many tokens."""
+    """Return the episode of a row of `episodes`, with steps of that many tokens."""
     return Episode(
         task=Task("", (), ""),
         sample=row["sample"],
@@ -119,5 +119,5 @@ def _step(row: Row) -> Step:
 
 
 def in_parts(ids: Sequence[int]) -> list[Sequence[int]]:
-    """The numbers in parts of IDS_AT_ONCE."""
+    """Return the numbers in parts of IDS_AT_ONCE."""
     return [ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE)]

@@ -16,7 +16,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """The whole text; a value that is no text as JSON.
+    """Return the whole text; a value that is no text as JSON.
 
     Raises:
         NotFoundError: there is no such episode, or it has no such text.

@@ -73,7 +73,7 @@ _CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "stat
 
 @sql_read_transaction
 def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
-    """Evaluations, by the version that was measured unless another of EVAL_ORDERS is asked for."""
+    """Return evaluations, by the version that was measured unless another of EVAL_ORDERS is asked for."""
     chosen = chosen or EvalFilter()
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.measures is not None:
@@ -86,7 +86,7 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
 
 
 def count_evals(tx: Any, run_id: int) -> int:
-    """How many evaluations of the run's policies are finished, inside a transaction."""
+    """Return how many evaluations of the run's policies are finished, inside a transaction."""
     query = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
     found: int = select_rows(tx, query, id=run_id)[0]["n"]
     return found
@@ -94,7 +94,7 @@ def count_evals(tx: Any, run_id: int) -> int:
 
 @sql_read_transaction
 def find_result(tx: Any, run: str) -> Row:
-    """The result of an eval run.
+    """Return the result of an eval run.
 
     Raises:
         NotFoundError: the run is not an evaluation, or not done.
@@ -107,7 +107,7 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """The evaluation of that name or number; empty if that run is not an evaluation.
+    """Return the evaluation of that name or number; empty if that run is not an evaluation.
 
     Raises:
         NotFoundError: there is no such run.
@@ -124,7 +124,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
 
 @sql_read_transaction
 def find_evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
-    """Every evaluation of exactly these weights, newest first, whoever asked for it."""
+    """Return every evaluation of exactly these weights, newest first, whoever asked for it."""
     base = "r.base_hash = :base_hash" if policy.base_hash else "r.base = :base"
     named = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
     return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
@@ -146,13 +146,13 @@ def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
 
 @sql_read_transaction
 def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
-    """Ids of the tasks of an evaluation."""
+    """Return ids of the tasks of an evaluation."""
     return frozenset(row["task_id"] for row in select_rows(tx, "SELECT task_id FROM run_tasks WHERE run_id = :run", run=run))
 
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """The mean reward of each task's done episodes in an evaluation, by the task's id; None where it has none."""
+    """Return the mean reward of each task's done episodes in an evaluation, by the task's id; None where it has none."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
@@ -162,7 +162,7 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 
 @sql_read_transaction
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """The ids of each task's done episodes in an evaluation, by the task's id; only tasks that have some."""
+    """Return the ids of each task's done episodes in an evaluation, by the task's id; only tasks that have some."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     found: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):
@@ -172,13 +172,13 @@ def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
 
 @sql_read_transaction
 def list_measured_datasets(tx: Any) -> list[str]:
-    """Every dataset of an evaluation."""
+    """Return every dataset of an evaluation."""
     return [row["dataset"] for row in select_rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
 
 
 @sql_read_transaction
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
-    """Ids of the evaluation's episodes that are right, by the rewards at their end; None if no reward decides it."""
+    """Return ids of the evaluation's episodes that are right, by the rewards at their end; None if no reward decides it."""
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""

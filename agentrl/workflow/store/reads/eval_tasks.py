@@ -11,7 +11,7 @@ KEY_CHARS = 200
 
 @sql_read_transaction
 def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
-    """Each task of both evaluations, by their runs' numbers: its key, and the first episode of each that tried it."""
+    """Return each task of both evaluations, by their runs' numbers: its key, and the first episode of each that tried it."""
     query = f"""
         SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
         FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a
@@ -23,7 +23,7 @@ def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, A
 
 @sql_read_transaction
 def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
-    """The beginning of what each of these tasks asks: its last message."""
+    """Return the beginning of what each of these tasks asks: its last message."""
     query = f"SELECT id, messages FROM tasks WHERE id IN ({among(tasks)})"
     return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query, ("messages",))}
 

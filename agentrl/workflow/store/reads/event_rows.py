@@ -38,7 +38,7 @@ class EventFilter:
 
 @sql_read_transaction
 def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> Page[EventRow]:
-    """The run's events, oldest first."""
+    """Return the run's events, oldest first."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
     conditions, values = choose_conditions(chosen, {"kind": "kind = :kind"})
     conditions, values["run_id"] = ["run_id = :run_id", *conditions], run_id

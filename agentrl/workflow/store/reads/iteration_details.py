@@ -28,7 +28,7 @@ class IterationDetails:
 
 @sql_read_transaction
 def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
-    """The run's iteration of that number, from 1.
+    """Return the run's iteration of that number, from 1.
 
     Raises:
         NotFoundError: no such run or iteration.

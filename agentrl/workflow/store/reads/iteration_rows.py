@@ -83,7 +83,7 @@ _CONDITIONS = {"status": "status = :status", "after": "iteration > :after"}
 
 @sql_read_transaction
 def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = None) -> Page[IterationRow]:
-    """The run's iterations in their order."""
+    """Return the run's iterations in their order."""
     run = run_id_and_name(tx, chosen.run)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     conditions, values = ["run = :run", *conditions], {"run": run["name"], **values}
@@ -137,7 +137,7 @@ class UpdateFilter:
 
 @sql_read_transaction
 def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) -> Page[UpdateRow]:
-    """The run's optimizer steps in their order."""
+    """Return the run's optimizer steps in their order."""
     conditions, values = choose_conditions(chosen, {"iteration": "iteration = :iteration"})
     values["run"] = run_id_and_name(tx, chosen.run)["name"]
     return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "id")

@@ -12,13 +12,13 @@ NOTES_SHOWN = 200
 
 @sql_read_transaction
 def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
-    """Number of a run -> its tags in their order; runs without tags are left out."""
+    """Return number of a run -> its tags in their order; runs without tags are left out."""
     return tags_of(tx, ids)
 
 
 @sql_read_transaction
 def list_tags(tx: Any, run: str) -> list[str]:
-    """The tags of the run of that name or number.
+    """Return the tags of the run of that name or number.
 
     Raises:
         NotFoundError: there is no such run.
@@ -29,7 +29,7 @@ def list_tags(tx: Any, run: str) -> list[str]:
 
 @sql_read_transaction
 def list_notes(tx: Any, run: str) -> Sequence[Row]:
-    """The newest notes on the run of that name or number, the newest first.
+    """Return the newest notes on the run of that name or number, the newest first.
 
     Raises:
         NotFoundError: there is no such run.

@@ -38,7 +38,7 @@ class Lanes:
 
 @sql_read_transaction
 def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
-    """The lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MAX_ITERATIONS.
+    """Return the lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MAX_ITERATIONS.
 
     Raises:
         NotFoundError: there is no such run.

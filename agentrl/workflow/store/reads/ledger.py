@@ -41,7 +41,7 @@ class FateRow(ViewRow):
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """The fate of each episode of an iteration, from 1, including those of stored groups."""
+    """Return the fate of each episode of an iteration, from 1, including those of stored groups."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))
@@ -49,7 +49,7 @@ def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
 
 @sql_read_transaction
 def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
-    """Each iteration of the run: how many episodes were planned, and how many of them have each fate."""
+    """Return each iteration of the run: how many episodes were planned, and how many of them have each fate."""
     return _count_fates(tx, run_id_and_name(tx, run)["name"])
 
 
@@ -72,7 +72,7 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
 
 @sql_read_transaction
 def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
-    """The episode's fate in its own run, in other runs that trained on it, and the table of its run's iterations.
+    """Return the episode's fate in its own run, in other runs that trained on it, and the table of its run's iterations.
 
     Raises:
         NotFoundError: there is no such episode.

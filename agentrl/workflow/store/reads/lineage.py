@@ -38,7 +38,9 @@ class Child:
 
 @sql_read_transaction
 def load_family(tx: Any, limit: int) -> list[Relative]:
-    """The newest runs and all that they come from, oldest first; without the evaluations that runs make of themselves."""
+    """Return the newest runs and all that they come from, oldest first; without the evaluations that runs make of
+    themselves.
+    """
     found: dict[int, Relative] = {}
     wanted = list(runs_page(tx, RunFilter(), Paging(limit)).rows)
     while wanted:
@@ -49,7 +51,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
 
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
-    """The runs that the run comes from, inside a transaction; each is older, so that a tree has an end."""
+    """Yield the runs that the run comes from, inside a transaction; each is older, so that a tree has an end."""
     (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):

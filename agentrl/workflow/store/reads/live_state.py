@@ -28,7 +28,7 @@ class RunState:
 
 @sql_read_transaction
 def find_state(tx: Any, run_id: int) -> RunState | None:
-    """The state of the run; None where there is no such run."""
+    """Return the state of the run; None where there is no such run."""
     query = "SELECT status, reason, iterations FROM runs WHERE id = :id"
     runs = select_rows(tx, query, id=run_id) if abs(run_id) <= MAX_ID else []
     if not runs:
@@ -52,7 +52,7 @@ def find_state(tx: Any, run_id: int) -> RunState | None:
 
 @sql_read_transaction
 def find_list_stamp(tx: Any) -> str:
-    """What moves whenever one of the newest runs does."""
+    """Return what moves whenever one of the newest runs does."""
     query = """
         SELECT r.id, r.status, CASE WHEN r.status = 'running' THEN
           (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') END AS done

@@ -78,7 +78,7 @@ class Page(Generic[R]):
 def iterate_rows(
     list_page: Callable[[Any, F, Paging], Page[R]], db: Any, chosen: F, paging: Paging | None = None
 ) -> Iterator[R]:
-    """All rows of a list, read in pages."""
+    """Yield all rows of a list, read in pages."""
     paging = paging or Paging(size=MAX_SIZE)
     while True:
         page = list_page(db, chosen, paging)
@@ -89,7 +89,7 @@ def iterate_rows(
 
 
 def select_values(tx: Any, kind: type[R], rest: str, /, **parameters: Any) -> list[R]:
-    """The rows of the kind's view that `rest`, all that follows FROM VIEW, leaves."""
+    """Return the rows of the kind's view that `rest`, all that follows FROM VIEW, leaves."""
     query = f"SELECT {', '.join(kind.__slots__)} FROM {kind.VIEW} {rest}"
     return [kind(**row) for row in select_rows(tx, query, **parameters)]
 
@@ -104,7 +104,7 @@ def select_page(
     own: str,
     table: str = "",
 ) -> Page[R]:
-    """A page of the kind's view.
+    """Return a page of the kind's view.
 
     Args:
         conditions: on the columns of `table`, with `parameters` written `:name`.
@@ -142,7 +142,7 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 
 
 def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
-    """The conditions of those fields of a filter that are given, and their values as every database takes them.
+    """Return the conditions of those fields of a filter that are given, and their values as every database takes them.
 
     Args:
         known: field -> its condition. That of `text` is a LIKE with `!` as its escape.
@@ -154,12 +154,12 @@ def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str
 
 
 def escape_like(text: str) -> str:
-    """The text as a LIKE with ESCAPE '!' finds it."""
+    """Return the text as a LIKE with ESCAPE '!' finds it."""
     return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
 def storable_value(value: Any) -> Any:
-    """A value that every database takes: none holds a greater number, or the characters that `storable` replaces."""
+    """Return a value that every database takes: none holds a greater number, or the characters that `storable` replaces."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -183,12 +183,12 @@ def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
 
 
 def encode_cursor(*parts: Any) -> str:
-    """A cursor of these parts, opaque to callers."""
+    """Return a cursor of these parts, opaque to callers."""
     return urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """The parts after the first, which is `of`.
+    """Return the parts after the first, which is `of`.
 
     Raises:
         ConfigError: it is not a cursor, or one of another list.
@@ -203,14 +203,14 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
 
 
 def cursor_error(cursor: str) -> ConfigError:
-    """The error for a cursor that is not this list's."""
+    """Return the error for a cursor that is not this list's."""
     return ConfigError(
         f"{cursor[:40]!r} is not a cursor of this list with this filter and order.", "Start again without a cursor."
     )
 
 
 def is_id(value: Any) -> bool:
-    """Whether a part of a cursor can be the number of a row."""
+    """Return whether a part of a cursor can be the number of a row."""
     return type(value) is int and abs(value) <= MAX_ID
 
 

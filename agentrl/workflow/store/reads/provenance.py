@@ -64,7 +64,7 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """The episode with its origin.
+    """Return the episode with its origin.
 
     Raises:
         NotFoundError: there is no such episode.

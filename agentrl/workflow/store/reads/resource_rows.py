@@ -73,7 +73,7 @@ class CriticCallFilter:
 
 @sql_read_transaction
 def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None = None) -> Page[CriticCallRow]:
-    """What searches asked their critics, in order."""
+    """Return what searches asked their critics, in order."""
     conditions, values = choose_conditions(chosen, {})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -82,7 +82,7 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
 
 @sql_read_transaction
 def count_critic_calls(tx: Any, run: str) -> int:
-    """How often a search asked its critic."""
+    """Return how often a search asked its critic."""
     (row,) = select_rows(tx, "SELECT count(*) AS count FROM critic_calls WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     return int(row["count"])
 
@@ -97,7 +97,7 @@ class HeldOut:
 
 @sql_read_transaction
 def find_held_out(tx: Any, run: str) -> HeldOut:
-    """What a search measured on tasks that no choice has read; empty where it has not, or chose what it began with."""
+    """Return what a search measured on tasks that no choice has read; empty where it has not, or chose what it began with."""
     query = """
         SELECT e.task_id, w.seed, avg(CASE WHEN e.status = 'failed' THEN 0.0 ELSE e.reward END) AS mean
         FROM (SELECT l.group_id, min(CASE WHEN v.version = 0 THEN 1 ELSE 0 END) AS seed,

@@ -27,7 +27,7 @@ class StoredConfig:
 
 @sql_read_transaction
 def find_config(tx: Any, run_id: int) -> StoredConfig:
-    """The config of the run of that number, as it is stored.
+    """Return the config of the run of that number, as it is stored.
 
     Raises:
         NotFoundError: there is no such run.
@@ -38,7 +38,9 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """What a person asks of a run's making, inside a transaction: versions, hashes, the code of its rewards, its folder."""
+    """Return what a person asks of a run's making, inside a transaction: versions, hashes, the code of its rewards, its
+    folder.
+    """
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, ("manifest",), id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -53,7 +55,7 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """What kinds of rows the run has, inside a transaction."""
+    """Return what kinds of rows the run has, inside a transaction."""
     asked = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
@@ -70,7 +72,9 @@ def _used(query: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
-    """The names of the parts of the run's rewards, inside a transaction: those with a weight, and those given of late."""
+    """Return the names of the parts of the run's rewards, inside a transaction: those with a weight, and those given of
+    late.
+    """
     sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", ("weights",), id=run_id)
     query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
     given = [row["part"] for row in select_rows(tx, query, name=name)]

@@ -92,7 +92,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
-    """Runs, the newest first, in one of RUN_ORDERS."""
+    """Run, the newest first, in one of RUN_ORDERS."""
     return runs_page(tx, chosen or RunFilter(), paging or Paging())
 
 
@@ -111,14 +111,14 @@ def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
 
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
-    """The name of the run that was submitted last."""
+    """Return the name of the run that was submitted last."""
     found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
     return found[0]["name"] if found else None
 
 
 @sql_read_transaction
 def describe_run(tx: Any, run: str) -> RunRow:
-    """One run.
+    """Return one run.
 
     Raises:
         NotFoundError: there is no such run.
@@ -127,7 +127,7 @@ def describe_run(tx: Any, run: str) -> RunRow:
 
 
 def run_name(tx: Any, run_id: int) -> str:
-    """The name of the run of that number, inside a transaction.
+    """Return the name of the run of that number, inside a transaction.
 
     Raises:
         NotFoundError: there is none.
@@ -139,7 +139,7 @@ def run_name(tx: Any, run_id: int) -> str:
 
 
 def run_by_id(tx: Any, run_id: int) -> RunRow:
-    """The run of that number, which there is."""
+    """Return the run of that number, which there is."""
     return select_values(tx, RunRow, "WHERE id = :id", id=run_id)[0]
 
 
@@ -153,7 +153,7 @@ SAME_WORK = (
 
 @sql_read_transaction
 def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
-    """The newest of the last 50 training runs whose iterations do the same work, and the seconds of its last 20 of them.
+    """Return the newest of the last 50 training runs whose iterations do the same work, and the seconds of its last 20 of them.
 
     Args:
         model: where the base is.
@@ -201,7 +201,9 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added none."""
+    """Return why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added
+    none.
+    """
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
@@ -214,7 +216,7 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """How many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
+    """Return how many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
     `status` and count (`episodes`); empty where none did."""
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
@@ -226,7 +228,8 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """How many of the run's episodes ended as agent_error (`ended`), and the `error` of most of their agents with its count
+    """Return how many of the run's episodes ended as agent_error (`ended`), and the `error` of most of their agents with its
+    count
     (`episodes`); empty where none did."""
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
@@ -239,7 +242,7 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
-    """What the run's finished episodes from the iteration of this number on have in common.
+    """Return what the run's finished episodes from the iteration of this number on have in common.
 
     Returns:
         episodes: their number; called, unreadable: those with a call that could be read, and with one that could not; parts: of
@@ -286,7 +289,7 @@ class OfEpisode(Protocol):
 
 
 def select_parts_page(tx: Any, kind: type[R], chosen: OfEpisode, known: Mapping[str, str], paging: Paging | None) -> Page[R]:
-    """A page of what episodes consist of, in order of their numbers; `known` as in `choose_conditions`."""
+    """Return a page of what episodes consist of, in order of their numbers; `known` as in `choose_conditions`."""
     conditions, values = choose_conditions(chosen, known)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]

@@ -36,12 +36,12 @@ class RunSummary:
     active_at: datetime | None
 
     def shown(self) -> dict[str, Any]:
-        """Its fields by their names."""
+        """Return its fields by their names."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
-    """The summary of each run by its number, inside a transaction."""
+    """Return the summary of each run by its number, inside a transaction."""
     if not runs:
         return {}
     ids = [run.id for run in runs]

@@ -68,7 +68,7 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Every view with its meaning and its columns: the meaning of each, and whether `read_series` charts it."""
+    """Return every view with its meaning and its columns: the meaning of each, and whether `read_series` charts it."""
     return [
         {
             "view": view,
@@ -83,7 +83,7 @@ def list_views() -> list[dict[str, Any]]:
 
 
 def view_columns(view: str) -> tuple[str, ...]:
-    """The view's columns in their order."""
+    """Return the view's columns in their order."""
     return tuple(ROWS[view].__slots__) if view in ROWS else OTHER_COLUMNS[view]
 
 
@@ -104,7 +104,7 @@ def _is_number(hint: Any) -> bool:
 
 @sql_read_transaction
 def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
-    """The next WINDOW_ROWS rows of a run in a view: what a column came to in each iteration.
+    """Return the next WINDOW_ROWS rows of a run in a view: what a column came to in each iteration.
 
     Raises:
         NotFoundError: there is no such run.

@@ -31,7 +31,7 @@ class GroupOf:
 
 
 def load_group(tx: Any, group: int) -> GroupOf:
-    """A group with its first MAX_SIBLINGS episodes.
+    """Return a group with its first MAX_SIBLINGS episodes.
 
     Raises:
         NotFoundError: there is no such group.
@@ -50,7 +50,7 @@ def load_group(tx: Any, group: int) -> GroupOf:
 
 
 def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
-    """Episode -> its shape."""
+    """Return episode -> its shape."""
     plain = [episode for episode in group.episodes if episode.parent_id is None]
     steps: dict[int, list[Row]] = {episode.id: [] for episode in plain}
     for some in in_parts([*steps]):
@@ -71,7 +71,7 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
 
 
 def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
-    """Number of a step's row -> its text in short, and what its prompt added."""
+    """Return number of a step's row -> its text in short, and what its prompt added."""
     found: dict[int, Row] = {}
     for some in in_parts(ids):
         query = f"SELECT id, {cut_column('text', most=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
@@ -80,7 +80,7 @@ def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
 
 
 def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Number of a step's row -> the results of its calls in short."""
+    """Return number of a step's row -> the results of its calls in short."""
     found: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
@@ -92,7 +92,7 @@ def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
 
 
 def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]:
-    """Episode -> the parts of its reward, those of steps too, in every reward set."""
+    """Return episode -> the parts of its reward, those of steps too, in every reward set."""
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
@@ -104,13 +104,13 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
 
 
 def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, str]:
-    """Episode -> its fate in the run."""
+    """Return episode -> its fate in the run."""
     query = f"SELECT episode_id, fate FROM v_ledger WHERE episode_id IN ({among(episodes)}) AND run = :run"
     return {row["episode_id"]: row["fate"] for row in select_rows(tx, query, run=run)}
 
 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
-    """The updates that read some of them: those of the group's own run, else those of the first run that did."""
+    """Return the updates that read some of them: those of the group's own run, else those of the first run that did."""
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions
         WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MAX_PARTS}"""

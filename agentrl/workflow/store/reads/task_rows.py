@@ -92,7 +92,7 @@ _TASKS = f"""
 
 @sql_read_transaction
 def count_tasks(tx: Any, run_id: int) -> int:
-    """How many tasks the run of that number has groups of."""
+    """Return how many tasks the run of that number has groups of."""
     query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({_MEMBERS}) members"
     found: int = select_rows(tx, query, id=run_id)[0]["tasks"]
     return found
@@ -228,7 +228,7 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """A task of a run with its newest MAX_GROUPS groups, the oldest first, and their episodes' rewards.
+    """Return a task of a run with its newest MAX_GROUPS groups, the oldest first, and their episodes' rewards.
 
     Raises:
         NotFoundError: no such run, or it has nothing of such a task.

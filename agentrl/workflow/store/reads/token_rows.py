@@ -21,7 +21,7 @@ class StepTokens:
 
 
 def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
-    """Number of a step's row -> its tokens."""
+    """Return number of a step's row -> its tokens."""
     found: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""
@@ -33,5 +33,5 @@ def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
 
 
 def unpack_ids(packed: bytes, first: int, last: int) -> list[int]:
-    """The ids from `first` to before `last` of packed ones."""
+    """Return the ids from `first` to before `last` of packed ones."""
     return unpack("i", packed[first * TOKEN_BYTES : last * TOKEN_BYTES])

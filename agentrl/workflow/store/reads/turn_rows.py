@@ -17,7 +17,7 @@ MAX_ROWS = 20_000
 
 
 def cut_column(column: str, name: str = "", most: int = READ_CHARS) -> str:
-    """The beginning of a text column, and the number of its characters, for a SELECT."""
+    """Return the beginning of a text column, and the number of its characters, for a SELECT."""
     name = name or column.rpartition(".")[2]
     return f"substr({column}, 1, {most}) AS {name}, length({column}) AS {name}_chars"
 
@@ -31,7 +31,9 @@ _STEPS = f"""
 
 
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
-    """The steps of these numbers of rows, by step; `equal` is how many turns say what the step's line says, if several do."""
+    """Return the steps of these numbers of rows, by step; `equal` is how many turns say what the step's line says, if several
+    do.
+    """
     found: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
         found += select_rows(tx, _STEPS.format(ids=among(some)), ("prompt", "asked"))
@@ -62,7 +64,7 @@ def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
 
 
 def load_grades(tx: Any, episode: int, attempt: int) -> list[Row]:
-    """The calls that judged the episode."""
+    """Return the calls that judged the episode."""
     query = f"""
         SELECT {_CALL_COLUMNS} FROM tool_calls c WHERE c.episode_id = :id AND c.attempt = :attempt AND c.kind = 'grade'
         ORDER BY c.step, c.call LIMIT {MAX_ROWS}"""
@@ -88,7 +90,7 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
 
 
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], most: int) -> tuple[list[Row], int]:
-    """What was said of these steps, or, where there are none, of the episode; and how much of it was too much."""
+    """Return what was said of these steps, or, where there are none, of the episode; and how much of it was too much."""
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
     query = f"""

@@ -47,7 +47,8 @@ class UpdateInputs:
 
 @read_transaction
 def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> UpdateInputs:
-    """The run's iteration of that number, from 1; None is the last whose update took a step, or, where none did, the last.
+    """Return the run's iteration of that number, from 1; None is the last whose update took a step, or, where none did, the
+    last.
 
     Raises:
         NotFoundError: no such run or iteration.

@@ -53,7 +53,7 @@ readers = Warm(lambda: QueryProcess("agentrl.workflow.store.reads.user_sql"))
 
 
 def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
-    """The columns and at most `limit` rows of one SELECT.
+    """Return the columns and at most `limit` rows of one SELECT.
 
     Raises:
         AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
@@ -91,7 +91,7 @@ def _find_columns(settings: Settings, sql: str) -> set[str]:
 
 
 def list_columns(settings: Settings, view: str) -> list[str]:
-    """The names of the view's columns."""
+    """Return the names of the view's columns."""
     file, query = sqlite_file(settings), f"SELECT * FROM {view}"
     return (_query_postgres(settings, query, 0, 5.0) if file is None else _query_sqlite(file, query, 0, 5.0))[0]
 
@@ -106,7 +106,7 @@ def _number_duplicates(columns: list[str]) -> list[str]:
 
 
 def sqlite_file(settings: Settings) -> Path | None:
-    """The SQLite file in force, there or not; None for another database."""
+    """Return the SQLite file in force, there or not; None for another database."""
     if plain := sqlite_path(settings.database):
         return plain
     from agentrl.workflow.store.connect import database_url
@@ -116,12 +116,12 @@ def sqlite_file(settings: Settings) -> Path | None:
 
 
 def rl_i4(blob: bytes | None) -> str | None:
-    """Packed int32 as a JSON array."""
+    """Return packed int32 as a JSON array."""
     return None if blob is None else json.dumps(unpack("i", blob))
 
 
 def rl_f4(blob: bytes | None) -> str | None:
-    """Packed float32 as a JSON array; NaN and infinity as null."""
+    """Return packed float32 as a JSON array; NaN and infinity as null."""
     return None if blob is None else json.dumps([value if math.isfinite(value) else None for value in unpack("f", blob)])
 
 
@@ -169,7 +169,7 @@ def _query_postgres(settings: Settings, sql: str, limit: int, seconds: float) ->
 
 
 def reader_url(settings: Settings) -> "URL":
-    """Where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
+    """Return where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
     from agentrl.workflow.store.connect import database_url
 
     if settings.database_reader_url:
