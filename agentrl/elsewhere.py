@@ -1,4 +1,4 @@
-"""Names and options of other frameworks, each with what to write here instead."""
+"""Names and options of other frameworks, and their equivalents in agentrl."""
 
 _NO_ADAPTER = "leave it out: every call is a row with its messages and tokens, so that nothing is converted"
 _NO_TRACER = "leave it out: calls are recorded where the model is; an exporter may send spans to /v1/traces of the endpoint"

@@ -1,4 +1,4 @@
-"""The public face, as `import agentrl` gives it: values of a store, and what makes more of them. See `agentrl.__all__`.
+"""The Python API of `import agentrl`: trainers, stores, runs, episodes and policies. `agentrl.__all__` lists it.
 
 - `store`    a store that was opened: its runs, its episodes, SQL
 - `run`      one run: its curve, its rows, its policies

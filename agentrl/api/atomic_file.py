@@ -1,4 +1,4 @@
-"""Files of the data folder that are written once, whole or not at all: rows, and modules."""
+"""Files of the data folder that are written once and atomically: rows and modules."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from agentrl.workflow.errors import ServiceError
 
 
 def write_once(file: Path, text: str) -> None:
-    """Write the file where it is not there yet.
+    """Write the file if it does not exist.
 
     Raises:
         ServiceError: it cannot be written.

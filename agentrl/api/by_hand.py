@@ -1,4 +1,4 @@
-"""The loop by hand, in this process: `RolloutWorker` makes episodes with an open policy, `GRPOTrainer` improves it on them.
+"""A training loop in this process: `RolloutWorker` samples episodes with an open policy, `GRPOTrainer` trains it on them.
 
     with agentrl.open_policy("tiny", max_new_tokens=32) as policy:
         worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
@@ -48,7 +48,7 @@ AT_ONCE = 64
 
 
 class RolloutWorker:
-    """Makes whole episodes with a policy: turns, tool calls, rewards.
+    """A sampler of episodes with an open policy: turns, tool calls, rewards.
 
     Args:
         policy: open, and left open.
@@ -71,7 +71,7 @@ class RolloutWorker:
         self._numbers = count(1)
 
     def run_episode(self, task: "Task | Mapping[str, Any] | str") -> Episode:
-        """Return one episode, to its end; each call draws anew. A task without a reference is not scored, unless by `rewards`.
+        """Sample one episode to its end. Each call draws new samples. Without a reference, only `rewards` score it.
 
         Args:
             task: a Task, a row (`question`, `answer`), or a question.
@@ -83,7 +83,7 @@ class RolloutWorker:
         return self._run(task_of(task), next(self._numbers))
 
     def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", group_size: int = 1) -> list[Episode]:
-        """So many episodes of each task, sampled together; in the order of the tasks.
+        """Sample several episodes of each task together, and return them in the order of the tasks.
 
         Raises:
             As `run_episode`.
@@ -142,7 +142,7 @@ class RolloutWorker:
 
 
 class GRPOTrainer:
-    """Improves an open policy on episodes: GRPO, or another algorithm by its name.
+    """A trainer of an open policy: GRPO, or another algorithm by its name.
 
     Args:
         policy: what is sampled from; after each update it is the better one.
@@ -173,7 +173,7 @@ class GRPOTrainer:
         self._updates = 0
 
     def update(self, episodes: Iterable[Episode]) -> dict[str, Any]:
-        """Return one update on the episodes, of which those of one task are compared; the policy then samples from its result.
+        """Update the policy on the episodes. Episodes of the same task form a group.
 
         Returns:
             Its numbers (`loss`, `reward`, `grad_norm`, `kl`, ...), and as `skipped` why nothing was changed, if so.
@@ -197,7 +197,7 @@ class GRPOTrainer:
         return told
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Make a model folder of the policy as it is now, which needs nothing else: `open_policy` and `agentrl chat` take it.
+        """Save the current policy as a model folder for `open_policy` and `agentrl chat`.
 
         Raises:
             ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
@@ -210,7 +210,7 @@ class GRPOTrainer:
 
 
 def judged(reward: Reward, name: str, ended: Episode) -> Any:
-    """Return what the reward gives the episode.
+    """Return the reward of the episode.
 
     Raises:
         RewardError: it raised.
@@ -222,7 +222,7 @@ def judged(reward: Reward, name: str, ended: Episode) -> Any:
 
 
 def grouped(episodes: Iterable[Episode]) -> list[Group]:
-    """Return the episodes by their tasks, in the order in which these first came."""
+    """Return the episodes grouped by task, in the order of first occurrence."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.key, []).append(episode)
@@ -231,7 +231,7 @@ def grouped(episodes: Iterable[Episode]) -> list[Group]:
 
 
 def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
-    """Return a task of a row, or of a question; what is the same is the same task.
+    """Return the task of a row or a question; equal rows have equal tasks.
 
     Raises:
         DatasetError: it is none.

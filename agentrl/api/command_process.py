@@ -1,4 +1,4 @@
-"""Commands that the Python face has carried out by the command line, in a process of its own: there is one way to train.
+"""Commands that the Python API runs in a process of the command line, so that there is one way to train.
 
 What a command remarks is printed here as it comes; what it refuses is raised as the error that it was there.
 """
@@ -19,7 +19,7 @@ NEXT = "Follow it: "
 
 
 def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
-    """Return the JSON that a command prints; its remarks go to stderr.
+    """Run a command and return the JSON that it prints; its remarks go to stderr.
 
     Raises:
         AgentRLError: what the command refused, in its words.
@@ -65,7 +65,7 @@ def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
 
 
 def follow(place: StoreLocation, run: str) -> Iterator[str]:
-    """Yield the lines of `agentrl watch`, until the run is no longer at work."""
+    """Yield the lines of `agentrl watch` until the run ends or stops."""
     environment = place.environment(PYTHONUNBUFFERED="1")
     child = subprocess.Popen(
         [*COMMAND, "watch", run],

@@ -17,7 +17,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curve:
-    """Iterations that have ended, each with the mean reward of its episodes and, where it was measured, the held-out reward.
+    """Finished iterations, each with its mean reward and, if it was evaluated, the held-out reward.
 
     Args:
         iterations: their numbers, from 1.

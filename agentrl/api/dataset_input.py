@@ -1,4 +1,4 @@
-"""Datasets that a person passes as values: written once, as a file of JSON lines whose name is its content's hash."""
+"""Datasets passed as values. They are written once, to a JSON-lines file named by the hash of its content."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """Return what a run's config calls the dataset: a name, or a file that is written for it; None for a Dataset value.
+    """Return the dataset's name in a config: a name, or the file written for it; None for a Dataset object.
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, a DataFrame.
@@ -44,7 +44,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
 
 def has_references(file: Path) -> bool:
-    """Return whether one of the rows that were written has an answer to be judged by."""
+    """Return whether any written row has a reference answer."""
     with file.open(encoding="utf-8") as lines:
         return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
 
@@ -107,7 +107,7 @@ def _line(number: int, row: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """Return the value as JSON, in which NaN has no place.
+    """Return the value as JSON; NaN is refused.
 
     Raises:
         TypeError, ValueError, RecursionError: it is none.
@@ -118,7 +118,7 @@ def written(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numpy, pandas or the like as one of JSON's.
+    """Convert a value of numpy, pandas or similar to a JSON value.
 
     Raises:
         TypeError: it is none.

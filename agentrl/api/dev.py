@@ -1,4 +1,4 @@
-"""Trying an agent: its episodes one after another in this process, where a debugger works, and everything printed.
+"""Trial episodes of an agent, one after another in this process, where a debugger works; everything is printed.
 
 The policy, the endpoint and the recorder are those of a run; the rows are gone afterwards, and nothing is updated.
 """
@@ -58,7 +58,7 @@ _databases: list[Database] = []
 
 @dataclass
 class Trial:
-    """What is tried: an agent, or the built-in loop, on tasks, with rewards and hooks as they are here.
+    """A trial: an agent or the built-in loop, with its tasks, rewards and hooks.
 
     Args:
         config: of the model and how it is sampled.
@@ -74,7 +74,7 @@ class Trial:
     _shown: list[str] = field(default_factory=list)
 
     def run(self) -> list[Episode]:
-        """Return an episode of each task, printed as it comes; an agent's error ends its episode and no other.
+        """Run an episode of each task and print it. An agent's error ends only its own episode.
 
         Raises:
             AgentRLError: there is no such dataset or model, or a reward raised.
@@ -160,7 +160,7 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """Return what `Trainer.dev` does, of the config's keys and of objects or their paths.
+    """Run a trial for `Trainer.dev`, with the keys of a config and with objects or their paths.
 
     Raises:
         AgentRLError: as `Trial.run`; or a path leads to nothing.

@@ -1,4 +1,4 @@
-"""Whole episodes, and lists of them: what was said, sampled, called and earned."""
+"""Episodes and lists of episodes: messages, tokens, calls and rewards."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,17 +43,17 @@ class StoredEpisode:
 
     @property
     def id(self) -> int:
-        """Its number."""
+        """The episode's number."""
         return self.row.id
 
     @property
     def reward(self) -> float | None:
-        """What it earned in all; None where it is not over, or was not scored."""
+        """The episode's reward; None if it has not ended or was not scored."""
         return self.row.reward
 
     @property
     def annotations(self) -> Sequence[Annotation]:
-        """What its agent, its tools and its hooks said of it, in order."""
+        """The annotations of its agent, tools and hooks, in order."""
         return self.value.annotations
 
     @property
@@ -85,7 +85,7 @@ class StoredEpisode:
 
 
 class Episodes(Rows[EpisodeRow, EpisodeRow]):
-    """Episodes as their rows; `store.episode(row.id)` is a whole one."""
+    """A list of episode rows; `store.episode(row.id)` loads an episode with its steps."""
 
     def __init__(self, db: Reader, chosen: episode_rows.EpisodeFilter) -> None:
         """Take the store and which of its episodes."""
@@ -93,7 +93,7 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
         object.__setattr__(self, "_db", db)
 
     def to_dataset(self, messages: bool = True) -> "datasets.Dataset":
-        """Return all of them as a dataset, each with the `messages` that led to its last turn: for training elsewhere, say."""
+        """Return the episodes as a dataset, with the `messages` of each, for example to train elsewhere."""
         import datasets
         import pyarrow
 
@@ -130,7 +130,7 @@ def find(db: Reader, number: int) -> StoredEpisode:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as the chat API writes them: the arguments of calls as a text of JSON."""
+    """Return messages in the format of the chat API, with the arguments of calls as JSON text."""
     found = []
     for message in messages:
         row = message_row(message)

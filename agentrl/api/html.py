@@ -1,4 +1,4 @@
-"""What a notebook shows of values. Whatever a model, a tool or a person wrote is text in it, never markup, and bounded."""
+"""HTML of values for notebooks. Texts of models, tools and users are escaped and cut."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -11,7 +11,7 @@ CELL_CHARS = 120
 
 
 def text(value: object, most: int = MAX_CHARS) -> str:
-    """Return a value as text in HTML; of a long one its beginning."""
+    """Return a value as escaped HTML text; a long value is cut."""
     if isinstance(value, float):
         said = f"{value:.4g}"
     elif isinstance(value, datetime):
@@ -23,7 +23,7 @@ def text(value: object, most: int = MAX_CHARS) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = False) -> str:
-    """Return a table, and that there is more, if there is."""
+    """Return an HTML table, with a note if it is cut."""
     head = "".join(f"<th>{text(column, CELL_CHARS)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{text(cell, CELL_CHARS)}</td>' for cell in row)}</tr>" for row in rows)
     rest = "<p>… and more</p>" if more else ""
@@ -31,10 +31,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = Fa
 
 
 def folded(summary: str, body: str) -> str:
-    """Return a text in HTML that opens when its summary is clicked."""
+    """Return HTML text that opens when the reader clicks its summary."""
     return f"<details><summary>{text(summary, CELL_CHARS)}</summary>{body}</details>"
 
 
 def pre(value: object) -> str:
-    """Return a text as it was written."""
+    """Return a text as preformatted HTML."""
     return f"<pre style='white-space:pre-wrap;margin:0.2em 0 0.6em'>{text(value)}</pre>"

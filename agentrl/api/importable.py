@@ -1,4 +1,4 @@
-"""Names by which workers find what a person passes as an object: `package.module:name`.
+"""Import paths of objects, `package.module:name`, by which workers import them.
 
 What another process can import has such a name already. What was written in a notebook or a script is written once more, into
 a module in the data folder whose name is its content's hash, so that a run can be resumed and scored again long after.
@@ -25,7 +25,7 @@ FORBIDDEN = "Put it into a module on the workers' PYTHONPATH, and pass 'module:n
 
 
 def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
-    """Return where workers find the object; a text is taken as the path that it is.
+    """Return the path from which workers can import the object; a text is returned unchanged.
 
     Args:
         value: a function, a class, or an object of either.
@@ -65,8 +65,7 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
 
 
 def path_here(value: Any, name: str, where: Settings) -> str:
-    """Return where this process finds this very object, which is kept; other processes find its source there, if that can be
-    had.
+    """Return a path that gives this object in this process, and its source in other processes, if the source is available.
 
     Args:
         value, name, where: as in `path_of`.

@@ -1,4 +1,4 @@
-"""Algorithms that bring a model with them, which a person has in memory: it is saved once, by its hash, and trained there."""
+"""Algorithms with a model from memory. The model is saved once, by its hash, and trained from that folder."""
 
 import shutil
 import tempfile
@@ -11,7 +11,7 @@ from agentrl.workflow.settings import Settings
 
 
 class GRPO:
-    """GRPO with its options, and perhaps with the model that it trains: `Trainer(algorithm=GRPO(model, tokenizer))`.
+    """GRPO with its options and, optionally, a model in memory: `Trainer(algorithm=GRPO(model, tokenizer))`.
 
     Args:
         model: a transformers model in memory, which stays as it is; or a name or a folder, as in the Trainer.
@@ -33,7 +33,7 @@ class GRPO:
         self._keys = keys_of(options)
 
     def keys(self, where: Settings) -> dict[str, Any]:
-        """Return the keys of the config that say it, after the model was saved where it was not yet.
+        """Save the model if it is new, and return the config keys of this algorithm.
 
         Raises:
             ModelError: it cannot be saved.
@@ -49,13 +49,13 @@ class GRPO:
 
 
 class PPO(GRPO):
-    """The same with PPO, which trains a critic beside the policy."""
+    """PPO with its options and, optionally, a model in memory. It also trains a critic."""
 
     NAME = "ppo"
 
 
 def saved(model: Any, tokenizer: Any, models: Path) -> Path:
-    """Return the folder with that model and tokenizer; written where it is not there yet.
+    """Return the folder with the model and tokenizer; write it if it does not exist.
 
     Args:
         models: where it lies, under a name of its content's hash.

@@ -1,4 +1,4 @@
-"""Lists of rows that are read when somebody goes through them, and leave as a DataFrame, an Arrow table or a dataset."""
+"""Lists of rows that are read when iterated, with conversion to a DataFrame, an Arrow table or a dataset."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Rows(Generic[R, V]):
-    """A list of a store, read page by page each time that somebody goes through it: of a run that goes on there may be more.
+    """A list of rows, read page by page at each iteration; a running run may have more rows the next time.
 
     Args:
         kind: of the rows; its fields are the columns.
@@ -41,16 +41,16 @@ class Rows(Generic[R, V]):
         return map(self.value, self.rows())
 
     def rows(self) -> Iterator[R]:
-        """Yield the rows themselves: mappings of column to value."""
+        """Yield the rows as mappings of column to value."""
         for page in self._pages():
             yield from page
 
     def head(self, count: int = SHOWN) -> list[V]:
-        """Return the first ones."""
+        """Return the first `count` rows."""
         return list(islice(self, count))
 
     def to_arrow(self) -> "pyarrow.Table":
-        """Return all of them, with a column's type that does not depend on what is in it; documents are JSON."""
+        """Return all rows as an Arrow table. Column types do not depend on the values; documents are JSON text."""
         import pyarrow
 
         schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in columns_of(self.kind).items()])
@@ -60,7 +60,7 @@ class Rows(Generic[R, V]):
         return pyarrow.Table.from_batches(batches, schema)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return all of them; whole numbers that may be missing are pandas' `Int64`."""
+        """Return all rows as a DataFrame; integers that may be missing are `Int64`."""
         import pandas
 
         table = self.to_arrow()
@@ -71,7 +71,7 @@ class Rows(Generic[R, V]):
         return frame
 
     def to_dataset(self) -> "datasets.Dataset":
-        """Return all of them as a dataset of the `datasets` library."""
+        """Return all rows as a `datasets.Dataset`."""
         import datasets
 
         return datasets.Dataset(self.to_arrow())
@@ -95,7 +95,7 @@ class Rows(Generic[R, V]):
 
 @dataclass(frozen=True)
 class Table:
-    """What a SELECT found: named columns and rows."""
+    """The result of a SELECT: named columns and rows."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]

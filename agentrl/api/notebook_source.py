@@ -1,4 +1,4 @@
-"""What was written in a notebook or a script, as a module that other processes can import.
+"""Source code from a notebook or a script, as a module that other processes can import.
 
 The source of a function or class is taken along with what it names: imports, constants, and other functions and classes that
 were written there. Whatever else it names, a client or a model that lives in this process, cannot be taken along, and is
@@ -27,7 +27,7 @@ MAIN = "__main__"
 
 
 class Captured:
-    """The text of a module, made of what it is asked to hold."""
+    """The text of a module, built from the objects that it must contain."""
 
     def __init__(self, importable: "Importable") -> None:
         """Take whether another process finds a module of a name."""
@@ -46,7 +46,7 @@ class Captured:
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
     def add(self, name: str, value: Any, who: str = "") -> None:
-        """Take the value along under that name, which `who` reads.
+        """Add the value under the name that `who` uses.
 
         Raises:
             ConfigError: it cannot be taken along.
@@ -69,7 +69,7 @@ class Captured:
             raise ConfigError(said, f"Create it inside {who!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
-        """Take an object along: its class, and what it holds, if that is constants.
+        """Add an object: its class, and its attributes if they are constants.
 
         Raises:
             ConfigError: it holds something else.
@@ -133,7 +133,7 @@ class Captured:
 
 
 def guarded_script(value: Any) -> str | None:
-    """This process's whole script, where the value stands in it and what it does stands behind `if __name__ == "__main__"`.
+    """Return this process's script if it defines the value and guards its actions with `if __name__ == "__main__"`.
 
     So it can be imported, and makes again whatever lives beside the value: clients, graphs, tools.
     """
@@ -153,7 +153,7 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 class Importable:
-    """Whether another process of this machine finds a module of that name."""
+    """Modules that another process of this machine can import."""
 
     def __init__(self, places: Iterable[str]) -> None:
         """Take the folders in which it looks."""
@@ -172,7 +172,7 @@ class Importable:
 
 
 def literal(value: Any) -> str | None:
-    """Return the value as an expression of constants; None if it is none."""
+    """Return the value as an expression of constants; None if that is impossible."""
     try:
         text = repr(value)
         if len(text) > MAX_LITERAL or type(value).__module__ != "builtins":

@@ -1,4 +1,4 @@
-"""Options that a person passes as keywords, as keys of a run's config."""
+"""Conversion of keyword options to the keys of a run's config."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -43,7 +43,7 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_file(config: Any) -> dict[str, Any]:
-    """Return the keys of a config file; none where there is none.
+    """Return the keys of a config file; empty without a file.
 
     Raises:
         ConfigError: it is not a regular file's name, or the file cannot be read.

@@ -1,4 +1,4 @@
-"""A run while `fit` waits for it: its lines, and in a notebook its curve, drawn again as it grows."""
+"""The display of a run while `fit` waits: its lines and, in a notebook, a growing curve."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ from agentrl.api.run import Run
 
 
 class Live:
-    """Shows what is said of a run."""
+    """A display of the lines and the curve of a run."""
 
     def __init__(self, run: Run) -> None:
         """Take the run whose curve a notebook draws."""

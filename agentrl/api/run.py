@@ -1,4 +1,4 @@
-"""One run of a store: how far it is, its rows, its policies."""
+"""A run of a store: its progress, rows and policies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run of a store. What is read of it is as it is now: a run that goes on has more each time."""
+    """A run of a store. Every access reads the current rows, so a running run may return more each time."""
 
     def __init__(self, db: Reader, row: RunRow) -> None:
         """Take the store and the run's row."""
@@ -37,12 +37,12 @@ class Run:
 
     @property
     def store_url(self) -> str:
-        """Of the database that it is in."""
+        """The URL of the run's database."""
         return self._db.url
 
     @property
     def row(self) -> RunRow:
-        """Its columns as they are now, as in `v_runs`: status, iterations, last and best reward, seconds."""
+        """The run's current columns, as in `v_runs`: status, iterations, last and best reward, seconds."""
         return run_rows.describe_run(self._db, self.name)
 
     @property
@@ -52,16 +52,16 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's whole config, as it was submitted."""
+        """The run's full config, as submitted."""
         found: Mapping[str, Any] = run_names.find_run(self._db, self.name)["config"]
         return found
 
     def curve(self) -> Curve:
-        """Return its mean rewards over the iterations that have ended."""
+        """Return the mean rewards of the finished iterations."""
         return Curve.of(self.name, list(self.iterations().rows()))
 
     def episodes(self, **chosen: Any) -> Episodes:
-        """Return its episodes, of which a filter may choose: `EpisodeFilter` has its fields (`status`, `task`, `min_reward`,
+        """Return the run's episodes that match the filter, with the fields of `EpisodeFilter` (`status`, `task`, `min_reward`,
         ...).
 
         Raises:
@@ -70,7 +70,7 @@ class Run:
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """Return one whole episode; any number of the store's.
+        """Return an episode of the store by its number.
 
         Raises:
             NotFoundError: there is none.
@@ -78,7 +78,7 @@ class Run:
         return episode.find(self._db, number)
 
     def iterations(self, **chosen: Any) -> Rows[IterationRow, IterationRow]:
-        """Return its iterations, with the numbers of their updates."""
+        """Return the run's iterations, with the metrics of their updates."""
         return _rows(IterationRow, self._db, iteration_rows.list_iterations, IterationFilter, self.name, chosen)
 
     def updates(self, **chosen: Any) -> Rows[UpdateRow, UpdateRow]:
@@ -90,25 +90,25 @@ class Run:
         return _rows(GroupRow, self._db, group_rows.list_groups, GroupFilter, self.name, chosen)
 
     def events(self, **chosen: Any) -> Rows[EventRow, EventRow]:
-        """Return what happened to it."""
+        """Return the run's events."""
         return _rows(EventRow, self._db, event_rows.list_events, EventFilter, self.name, chosen)
 
     def prompts(self, **chosen: Any) -> Rows[ResourceRow, ResourceRow]:
-        """Return the versions of the texts that it works with: how they came about, and what they earned."""
+        """Return the versions of the run's prompts: their origin and mean rewards."""
         return _rows(ResourceRow, self._db, resource_rows.list_resources, ResourceFilter, self.name, chosen)
 
     def critic_calls(self) -> Rows[CriticCallRow, CriticCallRow]:
-        """Return what its search asked a critic, and was answered."""
+        """Return the requests to the critic of the run's search, and the answers."""
         return _rows(CriticCallRow, self._db, resource_rows.list_critic_calls, CriticCallFilter, self.name, {})
 
     @property
     def resources(self) -> dict[str, str]:
-        """Its texts by name: those that its search chose, else those of its config; for another run's `resources`."""
+        """The run's prompts by name, chosen by its search or from its config. Another run takes them as `resources`."""
         best = {row.name: row.text for row in self.prompts(chosen=True)}
         return {**self.config.get("resources", {}), **best}
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
-        """Return its evaluations of its own policies."""
+        """Return the run's evaluations of its own policies."""
         chosen = EvalFilter(measures=self.name)
         return Rows(EvalRow, lambda paging: eval_results.list_evals(self._db, chosen, paging), lambda row: row)
 
@@ -167,14 +167,14 @@ class StoredPolicy:
         return self.ref.version
 
     def open(self, **limits: Any) -> "OpenPolicy":
-        """Load it, to generate, stream or forward with; close it afterwards. `limits` as `rollout` has them."""
+        """Load the policy to generate, stream or compute logits; close it afterwards. `limits` are keys of `rollout`."""
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.inference.open_policy import open_policy
 
         return open_policy(Experiment.load(run_names.find_run(self._db, self.run)["config"]).config, self.ref, **limits)
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
-        """Sample one turn that answers the messages: a text of a user, or messages as the chat API writes them.
+        """Sample one turn in reply to a user's text or to messages in the format of the chat API.
 
         Args:
             limits: `max_new_tokens`, `temperature` and the like, for this turn.
@@ -184,7 +184,7 @@ class StoredPolicy:
         return self._opened.generate(asked, **limits).message
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Make a model folder of it that needs nothing else: the base and what was trained on it in one.
+        """Save the policy as an ordinary model folder, with LoRA merged into its base.
 
         Raises:
             ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
@@ -202,14 +202,14 @@ class StoredPolicy:
         return target
 
     def close(self) -> None:
-        """Unload it."""
+        """Unload the policy."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
 
 def message_of(given: "Message | Mapping[str, Any]") -> Message:
-    """Return a message as the chat API writes it.
+    """Convert a message from the format of the chat API.
 
     Raises:
         ConfigError: it has no role or no text.

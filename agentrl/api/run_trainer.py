@@ -1,4 +1,4 @@
-"""`agentrl.Trainer`: a run from Python. It is submitted, and followed, as the command line does it."""
+"""`agentrl.Trainer` submits and follows a run as the command line does."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ PLAIN = "plain"
 
 
 class Trainer:
-    """Trains a policy, by what the command line types as `agentrl submit`.
+    """A trainer of a policy: `agentrl submit` from Python.
 
     Args:
         algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
@@ -103,7 +103,7 @@ class Trainer:
 
     @classmethod
     def attach(cls, run: "str | int | Run", store: "str | Path | Store | InMemoryStore | None" = None, **more: Any) -> Self:
-        """Return a Trainer of a run that is stored already: `fit()` sets it going again where it has stopped, and follows it.
+        """Return a Trainer for a stored run: `fit()` resumes the run if it has stopped, and follows it.
 
         Args:
             more: `strategy` and `n_runners`, as ever.
@@ -162,7 +162,7 @@ class Trainer:
         return at_work(self._place, self._variables)
 
     def dev(self, agent: Any = None, train_dataset: Any = None, **options: Unpack[RunOptions]) -> "list[Episode]":
-        """Try the agent, or the built-in loop, in this process: an episode of each task, no update, everything printed.
+        """Try the agent or the built-in loop in this process: one episode per task, no update, everything printed.
 
         A debugger works, and functions are called as they are. No row is kept.
 
@@ -191,7 +191,7 @@ class Trainer:
     def config(
         self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Unpack[RunOptions]
     ) -> dict[str, Any]:
-        """Return the keys that `fit` submits, with names in place of objects: what a config file of the same run says.
+        """Return the config keys that `fit` submits, with import paths in place of objects.
 
         Raises:
             ConfigError, DatasetError: as `fit`.

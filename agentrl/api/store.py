@@ -1,4 +1,4 @@
-"""A store that was opened for reading: `agentrl.open()`."""
+"""Read access to a store: `agentrl.open()`."""
 
 from os import PathLike, fspath
 from pathlib import Path
@@ -20,7 +20,7 @@ FILE = "agentrl.db"
 
 
 class Store:
-    """A store's runs and episodes, for reading: nothing of it is changed."""
+    """Read-only access to the runs and episodes of a store."""
 
     def __init__(self, where: Settings) -> None:
         """Take the settings that name its database."""
@@ -29,11 +29,11 @@ class Store:
 
     @property
     def url(self) -> str:
-        """Of its database."""
+        """The URL of the store's database."""
         return self._settings.database
 
     def runs(self, **chosen: Any) -> Rows[RunRow, Run]:
-        """Return its runs, the newest first; a filter may choose (`status`, `kind`, `dataset`, `model`, `text` in the name).
+        """Return the matching runs, newest first (`status`, `kind`, `dataset`, `model`, `text` in the name).
 
         Raises:
             ConfigError: there is no such filter.
@@ -42,7 +42,7 @@ class Store:
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, asked, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
-        """Return a run by its name or number; without one the newest.
+        """Return a run by name or number; without one, the newest.
 
         Raises:
             NotFoundError: there is none.
@@ -53,11 +53,11 @@ class Store:
         return Run(self._db, run_rows.describe_run(self._db, found))
 
     def episodes(self, run: "str | int | None" = None, **chosen: Any) -> Episodes:
-        """Return the episodes of a run, by default of the newest, of which a filter may choose (see `Run.episodes`)."""
+        """Return the episodes of a run, by default the newest, that match the filter (see `Run.episodes`)."""
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.run(run).name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """Return one whole episode.
+        """Return an episode by its number.
 
         Raises:
             NotFoundError: there is none.
@@ -65,7 +65,7 @@ class Store:
         return episode.find(self._db, number)
 
     def sql(self, query: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
-        """Return the answer to one SELECT over the views (`agentrl sql --schema` explains them) and tables.
+        """Return the result of one SELECT over the views (`agentrl sql --schema` describes them) and tables.
 
         Raises:
             AccessDenied: it is anything else, or takes longer than `seconds`.

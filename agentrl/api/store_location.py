@@ -1,4 +1,4 @@
-"""Where a Trainer's runs are: a data folder, a database, or a folder of its own that is gone with this process."""
+"""The location of a Trainer's runs: a data folder, a database, or a temporary folder of this process."""
 
 import atexit
 import os
@@ -20,7 +20,7 @@ COMMAND = (sys.executable, "-P", "-m", "agentrl.cli")
 
 
 class InMemoryStore:
-    """A store that is gone with this process: for trying things. Its models are those of the data folder here."""
+    """A store that is deleted with this process. It uses the models of the data folder."""
 
     def __init__(self) -> None:
         """Make its folder, which is removed when this process ends, after the workers in it were stopped."""
@@ -50,7 +50,7 @@ class InMemoryStore:
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """What commands are told of where their runs are.
+    """The location of runs, as settings for commands.
 
     Args:
         variables: environment variables, empty where one of this process is to be left out.
@@ -60,7 +60,7 @@ class StoreLocation:
 
     @classmethod
     def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
-        """Return the place that a person means: a folder, a SQLite file, a URL, a store; None: where the commands' runs are.
+        """Return the location for a folder, a SQLite file, a URL or a store; None: the default of the commands.
 
         Raises:
             ConfigError: it is none of these.
@@ -80,18 +80,18 @@ class StoreLocation:
 
     @property
     def settings(self) -> Settings:
-        """The settings of a process there."""
+        """The settings of a process that uses this location."""
         names = {f"AGENTRL_{name.upper()}": name for name in Settings.model_fields}
         given = {names[variable]: value for variable, value in self.variables.items() if variable in names}
         return Settings.model_validate(settings().model_dump() | given)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a process there."""
+        """Return the environment of a process that uses this location."""
         left_out = {name for name, value in self.variables.items() if not value}
         return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if name not in left_out}
 
     def open(self) -> Store:
-        """Return its store, for reading.
+        """Open the store for reading.
 
         Raises:
             NotFoundError: nothing is stored there yet.

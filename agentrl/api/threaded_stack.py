@@ -46,7 +46,7 @@ _busy = threading.Lock()
 
 @contextmanager
 def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None]:
-    """Work on the runs of that place in threads of this process, until the end of the `with`.
+    """Run the stack's workers for this location in threads until the `with` ends.
 
     Args:
         variables: environment variables of the workers, beside the place's.
@@ -70,7 +70,7 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
 
 
 def submit_here(file: Path) -> str:
-    """Return the name of the run that a config file asks for, which is written, and which the threads find by its rows.
+    """Submit the run of a config file, and return its name; the threads find the run by its rows.
 
     Raises:
         AgentRLError: as `agentrl submit`.
@@ -87,7 +87,7 @@ def submit_here(file: Path) -> str:
 
 
 def resume_here(name: str) -> None:
-    """Set a run going again that is paused, failed or stranded.
+    """Resume a paused, failed or stranded run.
 
     Raises:
         AgentRLError: it cannot go on, or something that it names lives in another process.

@@ -1,4 +1,4 @@
-"""What an agent, a tool or a hook says about its episode beside the conversation: rewards, messages, objects, errors, times.
+"""Annotations of an episode by its agent, tools and hooks: rewards, messages, objects, errors and times.
 
 An annotation is a value that is written once and never changed. Whatever comes from outside is read by `read_annotations`,
 within bounds.
@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-z:_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Something that was said of an episode.
+    """An annotation of an episode.
 
     Args:
         id: its name within the attempt; what comes twice under one id is written once.
@@ -50,7 +50,7 @@ class Annotation:
 
 
 def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
-    """Reads annotations that came as JSON.
+    """Parse annotations from JSON.
 
     Raises:
         ValueError: one is none; the message says why.
@@ -61,7 +61,7 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
-    """Read one.
+    """Parse an annotation.
 
     Raises:
         ValueError: it is none; the message says why.
@@ -82,7 +82,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
 
 
 def check(made: Annotation) -> None:
-    """Check what somebody made.
+    """Validate an annotation.
 
     Raises:
         ValueError: it cannot be kept; the message says why.
@@ -122,7 +122,7 @@ def _check_data(made: Annotation) -> None:
 
 
 def is_deep(value: Any, left: int) -> bool:
-    """Return whether objects and lists stand within each other in more levels than are left."""
+    """Return whether objects and lists nest deeper than the given number of levels."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
@@ -134,7 +134,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float | tuple[float, ...]]:
-    """Return the rewards among them by name: a number, or one for each of so many steps where any was said of a step.
+    """Return the rewards by name: a number, or a number per step if any annotation has a step.
 
     What is said again of the same replaces what was said before; what is said of the whole episode beside steps is the last
     step's. Those of steps that are not there, and those of hooks, which return theirs, do not count.

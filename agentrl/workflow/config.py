@@ -1,4 +1,4 @@
-"""RunConfig: the config of a run, frozen; unknown keys are refused. `resolve` makes it from files, flags and variables."""
+"""RunConfig, the frozen config of a run. Unknown keys are errors. `resolve` builds it from files, flags and variables."""
 
 import re
 import shlex
@@ -90,14 +90,14 @@ class Flag:
 
     @property
     def keyword(self) -> str:
-        """The first name as Python writes it."""
+        """The first name as a Python keyword."""
         return self.names[0].partition("/")[0].lstrip("-").replace("-", "_")
 
 
 def option(
     default: Any, *names: str, metavar: str | None = None, type: Any = None, panel: str | None = None, **limits: Any
 ) -> Any:
-    """Return a field that `submit` has an option for: see `Flag`; `limits` as of pydantic's `Field`."""
+    """Return a field with an option of `submit` (see `Flag`); `limits` are those of pydantic's `Field`."""
     return Field(default, json_schema_extra={"flag": Flag(names, metavar, type, panel)}, **limits)  # type: ignore[dict-item]
 
 
@@ -295,8 +295,8 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How tokens are credited and what is minimised. An option that is unset is the algorithm's own; one that it does not read
-    is refused (`algorithms.resolve_options`).
+    """The advantages and the loss. An unset option has the algorithm's default; one without effect is refused
+    (`algorithms.resolve_options`).
 
     `importance` corrects for tokens to which the trainer gives another probability than the sampler did: because the sampler's
     weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
@@ -440,8 +440,8 @@ class SourceConfig(Section):
 
 
 class SearchConfig(Section):
-    """How an algorithm that improves texts goes about it. One that is unset is the algorithm's own, one that it does not read
-    is refused (`algorithms.resolve_search`).
+    """The options of a prompt search. An unset option has the algorithm's default; one without effect is refused
+    (`algorithms.resolve_search`).
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
@@ -468,7 +468,7 @@ SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_r
 
 
 class EvalConfig(Section):
-    """How a training run measures its own policies on tasks that it does not train on: the first, every Nth and the last."""
+    """The evaluation of a training run's policies on held-out tasks: the first, every Nth and the last version."""
 
     PANEL: ClassVar = "Learning"
 
@@ -527,7 +527,7 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class AgentConfig(Section):
-    """The agent that decides the turns of an episode in place of the built-in loop, and what it may use up."""
+    """The agent that replaces the built-in loop, and its limits."""
 
     PANEL: ClassVar = "Your own agent"
 
@@ -552,7 +552,7 @@ class AgentConfig(Section):
 
     @property
     def sandboxed(self) -> bool:
-        """Whether it runs in the sandbox: a program unless it is told otherwise, a function only where it is asked for."""
+        """True if the agent runs in the sandbox: by default a program does, and a function does not."""
         return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
 
     @field_validator("name")
@@ -585,7 +585,7 @@ class AgentConfig(Section):
 
 
 class ServedTool(Section):
-    """A tool that a server of the Model Context Protocol offered when the run was submitted: every episode reads the same."""
+    """A tool of an MCP server, as it was when the run was submitted, so that all episodes read the same."""
 
     server: str = Field(description="Its name in `tools`: mcp:COMMAND")
     name: str = Field(min_length=1, description="Name that the model uses")
@@ -704,8 +704,7 @@ class RunConfig(Section):
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
-        """Return what an update does with ratios of trainer to sampler above `importance_cap`; None: it weighs no token by its
-        ratio.
+        """Return what an update does with importance ratios above `importance_cap`; None: it does not use them.
 
         Args:
             same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
@@ -718,7 +717,7 @@ class RunConfig(Section):
 
     @property
     def lean(self) -> bool:
-        """Whether an update is to take less memory rather than less time: a quantised base, or layers computed again."""
+        """True if an update saves memory rather than time: a quantised base, or gradient checkpointing."""
         return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
 
@@ -730,7 +729,7 @@ NAMED = ("rewards", "resources", "dataset.map")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping of names is one value."""
+    """Return dotted keys and their values; a mapping of names is one value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in NAMED:
             yield from flatten(value, f"{prefix}{key}.")

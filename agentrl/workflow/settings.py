@@ -1,5 +1,4 @@
-"""The machine: where data lives, which database, which broker. Read from the environment (`AGENTRL_*`), never from a run's
-file.
+"""Settings of the machine: data folder, database, broker. They come from `AGENTRL_*` variables, never from a run's config.
 
 The default is a folder `.agentrl` in the current directory that holds a SQLite file, a private Redis and the models; two
 variables point anywhere else.
@@ -26,14 +25,12 @@ def is_url(path: str) -> bool:
 
 
 def digest(key: str, value: str) -> str:
-    """Return what tells two values apart where neither may be shown: 32 hexadecimal digits (BLAKE2b under a key of one's
-    own).
-    """
+    """Return a keyed BLAKE2b hash (32 hexadecimal digits), to compare values that must not be shown."""
     return hashlib.blake2b(os.fsencode(value), key=key.encode(), digest_size=16).hexdigest()
 
 
 class Settings(BaseSettings):
-    """Machine-wide settings; each field is the environment variable `AGENTRL_<NAME>`, unset where that is empty."""
+    """Settings of the machine. Each field is the environment variable `AGENTRL_<NAME>`; an empty one is unset."""
 
     model_config = SettingsConfigDict(env_prefix="AGENTRL_", env_ignore_empty=True, frozen=True, extra="ignore")
 
@@ -150,7 +147,7 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> str:
-        """The database URL in force."""
+        """The database URL that is used."""
         return self.database_url or f"sqlite:///{quote(str(self.root / 'agentrl.db'))}"
 
     @property
@@ -168,17 +165,17 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        """Copies of checkpoints that are kept at a URL."""
+        """The folder with copies of checkpoints from a URL."""
         return self.root / "cache"
 
     @property
     def trackers_dir(self) -> Path:
-        """Files of trackers that need no server."""
+        """The folder for trackers that need no server."""
         return self.root / "trackers"
 
     @property
     def stack_dir(self) -> Path:
-        """Pid files, sockets and logs of the embedded stack."""
+        """The folder with pid files, sockets and logs of the embedded stack."""
         return self.root / "stack"
 
 

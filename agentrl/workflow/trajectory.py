@@ -1,4 +1,4 @@
-"""The language of agentrl as plain values: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and their states.
+"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and their states.
 
 Nothing here knows a database, a process or a tensor: rewards, losses, replay and export run on these values alone.
 """
@@ -38,7 +38,7 @@ OPEN = ("planned", "running")
 
 
 def storable(text: str) -> str:
-    """Return the text as every database can hold it: NUL and lone surrogates replaced (exact tokens are kept beside it)."""
+    """Return the text with NUL and lone surrogates replaced, so that any database can store it (token ids stay exact)."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
@@ -119,7 +119,7 @@ class Message:
 
     @property
     def is_rich(self) -> bool:
-        """Whether there is more to it than its role and content."""
+        """True if the message has more than a role and content."""
         return bool(self.thought or self.tool_calls or self.name)
 
 
@@ -134,7 +134,7 @@ class Task:
 
     @property
     def content_hash(self) -> str:
-        """Hash of what the row says, so that an edited row is another task."""
+        """The hash of the row's content: an edited row is another task."""
         messages = [
             [
                 m.role,
@@ -190,12 +190,12 @@ class Step:
 
     @property
     def pending(self) -> bool:
-        """Whether tool results are still to be observed."""
+        """True if the policy has not yet seen the tool results."""
         return bool(self.message.tool_calls) and self.results is None
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
-    """Return all messages of the line of the step at that index, and its own last; none for ROOT.
+    """Return the messages of the step at that index and of the steps that it continues, oldest first; empty for ROOT.
 
     A step that parts from its parent somewhere within (`shared`) has all messages of its request itself.
     """
@@ -235,11 +235,11 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """This episode, one step later (the same index replaces)."""
+        """Return the episode with this step added, or replaced if the index exists."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:
-        """Return the step of that index and those that it continues, the first one first."""
+        """Return the step at that index and the steps that it continues, oldest first."""
         found: list[Step] = []
         while index != ROOT:
             found.append(self.steps[index])
@@ -247,7 +247,7 @@ class Episode:
         return tuple(reversed(found))
 
     def tokens_of(self, index: int) -> tuple[int, ...]:
-        """Return all tokens up to the end of that step: its prompt and what was sampled; none for ROOT."""
+        """Return all token ids up to the end of that step, prompt and sampled; empty for ROOT."""
         ids: list[int] = []
         for step in self.line(index):
             del ids[len(ids) if step.shared is None else step.shared :]
@@ -256,7 +256,7 @@ class Episode:
         return tuple(ids)
 
     def times_asked(self, prompt_ids: tuple[int, ...], before: int | None = None) -> int:
-        """Return how many of its steps, or of those before that index, were sampled from exactly this whole prompt."""
+        """Return how many steps (before that index, if given) were sampled from exactly this prompt."""
         ends, count = {ROOT: 0}, 0
         for index, step in enumerate(self.steps[:before]):
             start = ends[step.parent if step.parent is not None else ROOT] if step.shared is None else step.shared
@@ -267,28 +267,28 @@ class Episode:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """All tokens of the last step's line: what its continuation starts with."""
+        """The token ids that a continuation of the last step starts with."""
         return self.tokens_of(len(self.steps) - 1)
 
     @property
     def sampled_count(self) -> int:
-        """Tokens sampled so far, in all its steps."""
+        """The number of tokens sampled so far."""
         return sum(len(step.sampled_ids) for step in self.steps)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation as the policy has seen and made it, in the order of the steps."""
+        """The conversation, in the order of the steps."""
         return tuple(message for step in self.steps for message in (*step.prompt, step.message))
 
     @property
     def last_turn(self) -> Step | None:
-        """The last step that whoever asked for it has read: it was delivered, or another one continues it."""
+        """The last step that reached its client: it was delivered, or another step continues it."""
         continued = {step.parent for step in self.steps if step.shared is None}
         return next((step for step in reversed(self.steps) if step.delivered or step.index in continued), None)
 
     @property
     def final_answer(self) -> str:
-        """What its agent answered, if it did; else the text of the last turn, where it called no tool; else empty.
+        """The agent's answer, if any; else the last turn's text if it has no tool call; else empty.
 
         A step is numbered when it ends, so that this is the last turn of the chain that ended last.
         """
@@ -299,7 +299,7 @@ class Episode:
 
     @property
     def begun(self) -> bool:
-        """Whether it has sampled anything itself."""
+        """True if the episode has sampled a step of its own."""
         return len(self.steps) > self.inherited
 
     @property
@@ -319,7 +319,7 @@ class Group:
 
 @dataclass
 class Rollout:
-    """An episode in short, which may be written to: what an agent returns, or what a hook sets a reward on.
+    """A mutable summary of an episode: an agent returns it, or a hook sets its reward.
 
     Args:
         input: what was asked.
@@ -337,7 +337,7 @@ class Rollout:
 
     @property
     def reward(self) -> Any:
-        """What was set as its reward; None where nothing was."""
+        """The reward that was set; None if none was set."""
         return self.metadata.get("reward")
 
     @reward.setter
@@ -392,7 +392,7 @@ class SamplingKey:
 
     @classmethod
     def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
-        """Return the key of an episode of a group of that kind, in the iteration of that number of a run with that seed."""
+        """Return the key of an episode, from the run's seed, the iteration and the kind of its group."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
         return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
@@ -412,7 +412,7 @@ class SamplingKey:
         return _bits(f"{self._text}|{prompt}|{asked}")
 
     def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> int:
-        """Return the key of the turn that would be the episode's next, after its recorded steps."""
+        """Return the key of the episode's next turn, after its recorded steps."""
         return self.of_turn(prompt_ids, episode.times_asked(prompt_ids))
 
     def of_step(self, episode: Episode, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Adapters: each file here reads the turns of a model from spans, by the names of one convention, see `Adapter`.
+"""Adapters: each file here reads model turns from the spans of one convention. See `Adapter`.
 
 What stands in them is a stranger's: texts, calls and tokens are bounded and checked here, for all conventions alike.
 """
@@ -27,7 +27,7 @@ LOWEST_LOGPROB = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a model, as a span tells it.
+    """A model turn, read from a span.
 
     Args:
         messages: of its request, the whole history.
@@ -50,13 +50,13 @@ class Turn:
 
     @property
     def exact(self) -> bool:
-        """Whether its tokens and their logprobs are known."""
+        """True if its token ids and logprobs are known."""
         return bool(self.prompt_ids and self.sampled_ids) and len(self.logprobs) == len(self.sampled_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One convention of writing a model's turns into spans.
+    """A convention for model turns in spans.
 
     Args:
         name: the file's name.
@@ -69,7 +69,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class SpanMessage:
-    """A message as a span tells it.
+    """A message, read from a span.
 
     Args:
         calls: the ids of its calls, one for each; empty texts where they have none.
@@ -84,7 +84,7 @@ class SpanMessage:
 def make_turn(
     span: Span, messages: Sequence[SpanMessage], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
-    """Return the turn with the tokens that the span has, checked.
+    """Build a turn, and check the token ids of the span.
 
     Raises:
         ValueError: it makes no sense, and why.
@@ -101,7 +101,7 @@ def make_turn(
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
-    """Return a message.
+    """Build a message.
 
     Raises:
         ValueError: its role is none.
@@ -113,20 +113,20 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call; one whose arguments cannot be read says so itself."""
+    """Build a call; unreadable arguments make it an unreadable call."""
     told = parsed(arguments) or {}
     return read_arguments(name if isinstance(name, str) else "", dict(told) if isinstance(told, Mapping) else told)
 
 
 def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
-    """Return a tool, as chat APIs write it."""
+    """Build the schema of a tool in the format of chat APIs."""
     told = parsed(parameters)
     shape = told if isinstance(told, Mapping) else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": str(name), "description": str(description or ""), "parameters": shape}}
 
 
 def parsed(value: Any) -> Any:
-    """Return a value that may be written as JSON; a text that is none stays.
+    """Parse a value that may be JSON text; other text is returned unchanged.
 
     Raises:
         ValueError: it is nested too deep.

@@ -1,4 +1,4 @@
-"""What a Python agent is given and may return. An agent is a function `solve(task, llm)`, sync or async, of anybody's code.
+"""Arguments and results of Python agents. An agent is a function `solve(task, llm)`, sync or async.
 
 It is given the task's messages and metadata, and where its model is; it returns None, a number (a reward), named rewards, or an
 `Answer`. What a program prints as its answer is read by the same rules.
@@ -21,7 +21,7 @@ REWARD = "agent"
 
 @dataclass(frozen=True)
 class LLM:
-    """Where the agent's model is: for any client that speaks to OpenAI's API.
+    """The address of the agent's model, for any client of the OpenAI API.
 
     Args:
         base_url: ends with `/v1`.
@@ -58,13 +58,13 @@ class AgentTask:
 
     @property
     def input(self) -> str:
-        """What is asked: the text of its last message."""
+        """The question: the text of the last message."""
         return str(self.messages[-1]["content"]) if self.messages else ""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an agent returns: the text that is its answer, and what it earned by its own account."""
+    """The result of an agent: its answer, and rewards that it gives itself."""
 
     text: str = ""
     rewards: Mapping[str, float] | float | None = None
@@ -72,14 +72,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent returned, checked: its answer (None: the last turn of the model is it) and its own rewards by name."""
+    """A validated result of an agent: its answer (None: the model's last turn) and its rewards by name."""
 
     answer: str | None = None
     rewards: Mapping[str, float] | None = None
 
 
 def read_result(value: Any) -> AgentResult:
-    """Read what an agent returned.
+    """Validate the value that an agent returned.
 
     Raises:
         TypeError, ValueError: it is nothing that an agent may return; the message says what is.

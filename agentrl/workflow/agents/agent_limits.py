@@ -1,4 +1,4 @@
-"""Whether this machine can hold an agent as its run wants it, and what its command is here."""
+"""Checks that this machine can sandbox an agent, and the agent's command here."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ TRIAL_SECONDS = 20.0
 
 
 def check_held(asked: AgentConfig) -> None:
-    """Check that this machine has what the agent needs and what holds it.
+    """Check that this machine has the agent's program and its sandbox.
 
     Raises:
         ConfigError: it has not.
@@ -63,8 +63,7 @@ def _refusal(program: str, alone: bool) -> str:
 
 
 def command_of(asked: AgentConfig) -> list[str]:
-    """Return the agent's command; words that name files of this folder say where these are, since a program has a folder of its
-    own.
+    """Return the agent's command, with absolute paths for files in this folder: the program runs in another folder.
 
     Raises:
         ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
@@ -100,13 +99,13 @@ def _find_program(name: str, sandboxed: bool) -> str:
 
 
 def folders_of(words: list[str]) -> set[Path]:
-    """Return the folders of the files that the words of a command name, and of what these link to."""
+    """Return the folders of the files in a command, and of the targets of links."""
     paths = [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
     return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
 
 
 def may_read(folder: Path) -> bool:
-    """Return whether the sandbox's user may read the folder: where root starts it, another user than this one."""
+    """Return whether the sandbox's user may read the folder (another user than this one if root starts the sandbox)."""
     if os.geteuid() != 0:
         return os.access(folder, os.R_OK | os.X_OK)
     return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)

@@ -1,4 +1,4 @@
-"""What an agent is called with: a function `solve(task, llm)`, or a class.
+"""Calling conventions of agents: a function `solve(task, llm)`, or a class.
 
 A function may take the run's texts too: all of them as `resources`, or one by its name, `solve(task, llm, prompt)`.
 A class has `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
@@ -18,10 +18,10 @@ WAYS = ("rollout", "training_rollout", "validation_rollout")
 
 
 class Agent:
-    """An agent as a class: derive it, and write `rollout`, which may leave out what it does not read."""
+    """The base class of agents: override `rollout`, with only the arguments that it needs."""
 
     def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
-        """Solve the task by calling the model; return what a function agent may.
+        """Solve the task by calling the model; return the same values as a function agent.
 
         Args:
             resources: what it is given beside the task, by name: the run's texts, and `llm`.
@@ -30,12 +30,12 @@ class Agent:
 
 
 def is_class_agent(found: Any) -> bool:
-    """Return whether it is a class of agents, or one that was made."""
+    """Return whether the value is an agent class or an instance of one."""
     return any(callable(getattr(found, way, None)) for way in WAYS)
 
 
 def as_function(found: Any) -> Callable[..., Any]:
-    """Return the agent as a function of its task and its model; a function that takes no more is one."""
+    """Return the agent as a function of the task and the model."""
     if not is_class_agent(found):
         function: Callable[..., Any] = found
         return function if {each.name for each in _parameters(function)} <= {"task", "llm"} else partial(_call, function)
@@ -48,8 +48,7 @@ def as_function(found: Any) -> Callable[..., Any]:
 
 
 def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
-    """Return what a function agent is passed by name, if it takes texts of the run; else nothing: its task and its model come
-    first.
+    """Return the keyword arguments of a function agent: the run's prompts, if it takes them.
 
     Args:
         texts: the names of the run's texts.
@@ -63,7 +62,7 @@ def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
 
 
 def wants(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function agent takes an argument of that name."""
+    """Return whether a function agent has an argument with that name."""
     return any(each.name == name for each in _parameters(function))
 
 
@@ -87,7 +86,7 @@ def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
 
 
 def ways_of(found: Any) -> list[Callable[..., Any]]:
-    """Return the methods that it has of `WAYS`, of which those of its own come in place of `Agent`'s."""
+    """Return its methods in `WAYS`: overridden ones, or those of `Agent`."""
     methods = [getattr(found, way, None) for way in WAYS]
     return [each for each in methods if callable(each) and getattr(each, "__func__", each) is not Agent.rollout]
 

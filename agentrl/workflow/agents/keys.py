@@ -17,11 +17,11 @@ def new_emit_key() -> str:
 
 
 def sampling_key(emit_key: str) -> str:
-    """Return the key that samples for the same attempt."""
+    """Return the sampling key of the same attempt."""
     made = hashlib.sha256(b"agentrl sampling key\0" + emit_key.encode(errors="surrogateescape")).digest()
     return PREFIX + base64.urlsafe_b64encode(made).decode().rstrip("=")
 
 
 def key_hash(key: str) -> str:
-    """Return what rows know a key by."""
+    """Return the hash of a key, as rows store it."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -1,4 +1,4 @@
-"""Algorithms: each file here names a credit function and a surrogate loss, see `Algorithm`, or is a `Search` for better texts.
+"""Algorithms: each file here defines an `Algorithm` (a credit function and a surrogate loss) or a `Search` for prompts.
 
 The functions are named and not imported, so that the command line can check a run's options without loading torch.
 """
@@ -26,7 +26,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An algorithm: how tokens are credited, and which loss is minimised.
+    """A training algorithm: how tokens get advantages, and which loss is minimised.
 
     Args:
         name: the file's name.
@@ -53,14 +53,14 @@ class Algorithm:
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """Return the options of `config.ALGORITHM_OPTIONS` that it reads in the convention, and their defaults."""
+        """Return the options of `config.ALGORITHM_OPTIONS` that it uses in the convention, with their defaults."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """An algorithm that is no gradient: it tries other texts in episodes, and may choose some (`workflow.search`).
+    """An algorithm without gradients: it tries prompts in episodes, and may choose some (`workflow.search`).
 
     A class of one's own with a method `run`, which takes what it reads of `workflow.search.Given`, is one too.
 
@@ -80,7 +80,7 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """Return the algorithm of a name, which trains.
+    """Return the training algorithm with that name.
 
     Raises:
         ConfigError: there is none of that name, or it is a search.
@@ -92,13 +92,13 @@ def find_gradient(name: str) -> Algorithm:
 
 
 def gradients() -> dict[str, Algorithm]:
-    """Return the shipped algorithms that train, by name."""
+    """Return the built-in training algorithms, by name."""
     found = {name: find("algorithms", name) for name in names("algorithms")}
     return {name: each for name, each in found.items() if isinstance(each, Algorithm)}
 
 
 def searches(found: Any) -> bool:
-    """Return whether what an algorithm's name leads to is a search."""
+    """Return whether an algorithm's name belongs to a search."""
     return isinstance(found, Search) or (not isinstance(found, Algorithm) and callable(getattr(found, "run", None)))
 
 
@@ -164,7 +164,7 @@ def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the options with the algorithm's defaults filled in. Settled options stay as they are.
+    """Return the options with the algorithm's defaults filled in. Resolved options do not change.
 
     Raises:
         ConfigError: there is no such algorithm, or it does not read an option that was set.

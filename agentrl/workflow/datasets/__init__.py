@@ -1,4 +1,4 @@
-"""Datasets: each file here yields Tasks. See `Dataset`; `load_tasks` is the entry point."""
+"""Datasets: each file here yields tasks. See `Dataset`; `load_tasks` is the entry point."""
 
 import hashlib
 import math
@@ -87,7 +87,7 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
-    """Return the datasets of `A,B` or `A=0.7,B=0.3` with their weights, None without; of any other name that one.
+    """Return the datasets of `A,B` or `A=0.7,B=0.3` with their weights (None without); a single name alone.
 
     Raises:
         ConfigError: a weight is missing or not above 0, or one dataset is named twice.
@@ -200,13 +200,13 @@ def absolute_name(name: str) -> str:
 
 
 def hash_dataset(config: DatasetConfig) -> dict[str, str]:
-    """Return file or folder -> SHA-256 of what it holds of the split, of each that the dataset names."""
+    """Return the SHA-256 of the split's rows for each file or folder of the dataset."""
     hashes = {part: sources.hash_source(part, config.split) for part in split_mixture(config.name)}
     return {part: sha256 for part, sha256 in hashes.items() if sha256}
 
 
 def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
-    """Return the files and folders that hold other rows now than when `hash_dataset` read them, or are gone."""
+    """Return the files and folders whose rows have changed since `hash_dataset`, or that are missing."""
     changed = []
     for name, sha256 in hashes.items():
         try:
@@ -218,8 +218,7 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Return name of the env for the dataset's tasks, of which the first is read at most; empty if several datasets differ in
-    it.
+    """Return the name of the dataset's env; empty if several datasets differ. Reads at most the first task.
 
     Raises:
         ConfigError: there is no such dataset.

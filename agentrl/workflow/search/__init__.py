@@ -54,7 +54,7 @@ class Request:
 
 
 class Asked(BaseException):
-    """Rollouts are wanted that are not there yet; it passes through an algorithm that catches exceptions."""
+    """A request for rollouts that do not exist yet; a BaseException, so that `except Exception` lets it pass."""
 
     def __init__(self, request: Request) -> None:
         super().__init__("rollouts are wanted")
@@ -63,26 +63,26 @@ class Asked(BaseException):
 
 @dataclass(frozen=True)
 class Tried:
-    """A group of the record: what was tried on which task, and what came of it."""
+    """A recorded group: the candidate, the task and the episodes."""
 
     candidate: Candidate
     group: Group
 
 
 class Resources(dict[str, str]):
-    """The texts that a search begins with."""
+    """The prompts that a search starts with."""
 
     def validation_error(self, name: str, text: object) -> str:
-        """Return why the text cannot take the place of the one of that name; empty if it can."""
+        """Return why the text cannot replace the prompt with that name; empty if it can."""
         return validation_error(text, self[name])
 
     def with_text(self, candidate: Candidate, name: str, text: str) -> dict[str, str]:
-        """Return the candidate with another text under that name."""
+        """Return the candidate with a new text under that name."""
         return {**candidate, name: text}
 
 
 class Rollouts:
-    """Episodes for a search: those of its record, then those that it asks for.
+    """Episodes of a search: recorded ones, then new ones that it requests.
 
     Args:
         seeds: what the search begins with, whose names every candidate has.
@@ -107,7 +107,7 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """Return the same for several candidates, which are rolled out side by side.
+        """Return the episodes of several candidates, which are sampled in parallel.
 
         Raises:
             ValueError: a candidate is none, or too much is asked for at once.
@@ -143,7 +143,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Given:
-    """What a search may be given, by the names of these fields.
+    """The arguments that a search may take, by field name.
 
     Args:
         resources: the texts that it begins with.
@@ -167,13 +167,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The end of a search: the candidate that it chose; None where it chose nothing."""
+    """The result of a search: the chosen candidate, or None."""
 
     candidate: Candidate | None
 
 
 def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Request | Chosen:
-    """Call the algorithm: what it wants next, or what it chose.
+    """Run the algorithm until it requests rollouts or chooses a candidate.
 
     What was chosen is then measured beside the seed on tasks that no choice has read.
 
@@ -194,7 +194,7 @@ def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Re
 
 
 def names_taken(run: Callable[..., Any]) -> list[str]:
-    """Return the names of what the algorithm takes.
+    """Return the names of the algorithm's arguments.
 
     Raises:
         ConfigError: it takes what no search is given.
@@ -211,15 +211,13 @@ def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group]) -> float:
-    """Return the mean over tasks of what a task's episodes earned (`group_score`); minus infinity where none earned
-    anything.
-    """
+    """Return the mean of `group_score` over tasks; minus infinity if no task has a score."""
     means = [mean for mean in map(group_score, groups) if mean is not None]
     return fsum(means) / len(means) if means else float("-inf")
 
 
 def group_score(group: Group) -> float | None:
-    """Return the mean reward of a group's episodes that are over; None where the system failed all of them.
+    """Return the mean reward of a group's ended episodes; None if the system failed all of them.
 
     One that failed by its agent or a reward earned nothing: else a text that breaks agents would be chosen for the rest.
     """

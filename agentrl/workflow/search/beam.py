@@ -1,4 +1,4 @@
-"""APO: a critic says what is wrong with a prompt by its episodes, then edits it; a beam keeps the best.
+"""APO: a critic criticises a prompt, given its episodes, and edits it; beam search keeps the best prompts.
 
 Source: Pryzant et al. 2023, "Automatic Prompt Optimization with 'Gradient Descent' and Beam Search", arXiv 2305.03495,
 algorithms 1 to 3; here every candidate is tried on all tasks that choose, in place of bandits.
@@ -65,7 +65,7 @@ def _edits(
 
 
 def edited(answer: str) -> str:
-    """Return the prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty where there is none."""
+    """Return the prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty without one."""
     text, closed, _ = answer.partition("<prompt>")[2].rpartition("</prompt>")
     return text.strip() if closed else ""
 

@@ -1,4 +1,4 @@
-"""An episode as a critic reads it: what was said, what tools answered, what it earned; short, whatever is in it."""
+"""Text about an episode for a critic: messages, tool results and rewards, limited in length."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,12 @@ MAX_FEEDBACK_CHARS = 6000
 
 
 def conversation(episode: Episode) -> str:
-    """Return what was said in the episode, in its order, as far as there is room."""
+    """Return the messages of the episode, in order, up to the limit."""
     return cut("\n".join(_lines(episode)), MAX_FEEDBACK_CHARS)
 
 
 def feedback(episode: Episode) -> str:
-    """Return what became of it: its reward and the parts of it, why it ended, and which tools failed."""
+    """Return the episode's outcome: its reward and parts, its stop reason and its failed tools."""
     told = [f"reward {_number(episode.reward)}"]
     told += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
     told += [f"it ended: {episode.stop_reason or episode.status}"]
@@ -29,7 +29,7 @@ def feedback(episode: Episode) -> str:
 
 
 def told(group: Group) -> str:
-    """Return a group's first episode with a reward, and how all of its episodes did."""
+    """Return the text for a group: its first episode with a reward, and the rewards of all."""
     episode = next((each for each in group.episodes if each.reward is not None), group.episodes[0])
     mean = group_score(group)
     head = f"mean reward of {len(group.episodes)} episodes: {_number(mean)}\n" if len(group.episodes) > 1 else ""
@@ -37,7 +37,7 @@ def told(group: Group) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return the text, its middle left out where it is longer."""
+    """Return the text; if it is too long, without its middle."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
 

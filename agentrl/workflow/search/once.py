@@ -1,4 +1,4 @@
-"""One pass: every task with the texts as they are, to see how an agent does."""
+"""One pass over every task with the current prompts, to evaluate an agent."""
 
 from collections.abc import Sequence
 
@@ -7,5 +7,5 @@ from agentrl.workflow.trajectory import Task
 
 
 def run(resources: Resources, rollouts: Rollouts, train_tasks: Sequence[Task]) -> None:
-    """Roll out; it chooses nothing."""
+    """Sample the episodes; choose nothing."""
     rollouts(dict(resources), train_tasks)

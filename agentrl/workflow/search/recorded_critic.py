@@ -1,4 +1,4 @@
-"""The critic of a search, behind any endpoint that speaks chat completions. What it was asked once, it is not asked again."""
+"""The critic model of a search, at any chat completions endpoint. No request is sent twice."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ Recorded = Callable[[str, list[dict[str, str]], str, float], str]
 
 
 class RecordedCritic:
-    """A critic whose answers are kept.
+    """A critic whose answers are stored.
 
     Args:
         asked: the run's section `search`, which names the critic's model.

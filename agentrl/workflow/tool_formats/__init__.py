@@ -25,7 +25,7 @@ _REST = re.compile(r"\s*+\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A family of models' way to write tool calls, and to read them: reading what was written gives the same calls.
+    """A format of tool calls: how to write and read them. Reading a written call returns the same call.
 
     Args:
         name: the file's name.
@@ -50,17 +50,17 @@ class ToolFormat:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The marks that calls begin with."""
+        """The marks that start a call."""
         return tuple(mark for mark in self.marks if self.begins.match(mark))
 
 
 def append_calls(content: str, calls: str) -> str:
-    """Return the content, if any, and then the calls on a line of their own."""
+    """Return the content, if any, and the calls on the next line."""
     return f"{content}\n{calls}" if content else calls
 
 
 def skip_mark(text: str, at: int, mark: str) -> int:
-    """Return the place after the next such mark; the text's end if there is none."""
+    """Return the index after the next mark; the text's length without one."""
     found = text.find(mark, at)
     return len(text) if found < 0 else found + len(mark)
 
