@@ -95,7 +95,7 @@ def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """Return one instance of each named hook: of a class (`package.module:ClassName`), or a copy of what stands there.
+    """Return an instance of each hook: of its class (`package.module:ClassName`), or a copy of the object.
 
     Raises:
         ConfigError: a path leads to no hook, or the class cannot be made without arguments.

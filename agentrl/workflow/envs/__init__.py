@@ -56,7 +56,8 @@ from agentrl.workflow.trajectory import Episode, Message, Task
 
 @dataclass(frozen=True)
 class Env:
-    """What an agent acts in. Subclass it (one level) where `reset`, `step` or `final_reward` must differ.
+    """The environment of an episode: prompt, tools and rewards. Subclass it (one level) to change `reset`, `step` or
+    `final_reward`.
 
     They are functions of their arguments alone: after a crash, and for `replay`, they are called again with what is recorded.
 
@@ -100,7 +101,7 @@ class Env:
         return tuple(Message("tool", result.content, name=call.name) for call, result in made)
 
     def final_reward(self, episode: Episode) -> Mapping[str, Value]:
-        """Named parts of the reward that the env gives itself for an episode that is over, beside `rewards`; each has weight 1.
+        """Reward parts that the env itself gives to an ended episode, in addition to `rewards`; each has weight 1.
 
         A part is one number, or a list with one for each step of the episode, in order, where the steps earn it. It runs in the
         rollout worker: code that the model wrote is run by a `rewards.Judge`, named in `rewards`.

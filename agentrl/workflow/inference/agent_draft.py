@@ -1,4 +1,4 @@
-"""The prompt of a turn that an agent from outside asks for: what goes on from an earlier turn, and what opens a chain.
+"""The prompt of a turn that an agent requests: it continues an earlier turn, or starts a chain.
 
 Tokens are never made again from text. Where a request's messages go on from a turn, its tokens do, with the template's suffix.
 Where they do not, the request is rendered whole and opens a chain, which refers to the line whose tokens it shares the longest.

@@ -25,7 +25,7 @@ _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 
 
 class RequestRefused(ModelError):
-    """The server refused a request; `said` is its answer, `status` HTTP's."""
+    """The server refused a request; `said` is its response, `status` the HTTP status."""
 
     def __init__(self, url: str, path: str, status: int, said: str) -> None:
         super().__init__(f"The server at {url} refused {path}: {status} {said:.300}")

@@ -24,7 +24,7 @@ from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """What was taken out of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
+    """The contents of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
 
     layers: tuple[tuple[Tensor, ...], ...]
     length: int

@@ -37,7 +37,7 @@ wrong cache makes about 1."""
 
 
 class Kept(Protocol):
-    """What is kept of a row that has read `length` tokens."""
+    """The cached values of a row that has read `length` tokens."""
 
     length: int
 

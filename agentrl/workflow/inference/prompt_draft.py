@@ -26,7 +26,7 @@ class Draft:
     chain: int = 0
 
     def context(self, episode: Episode) -> tuple[int, ...]:
-        """Return the policy's whole input: the episode's training row so far, and the new tokens."""
+        """Return the policy's full input: the episode's training row so far, and the new tokens."""
         return self.prompt_ids if self.new_row else episode.context_ids + self.prompt_ids
 
     def step(self, index: int, completion: Completion, message: Message, policy_version: int) -> Step:

@@ -1,4 +1,4 @@
-"""Sampling by a server over HTTP: the common part of such engines, whatever the server's routes.
+"""The common part of engines that sample with an HTTP server.
 
 Each turn is one request, for which a thread waits; the server batches them. It is greeted before the first turn, and again
 after it was away, since its window may have changed. A server that does not answer costs no attempt (ServiceError: the job is
@@ -196,7 +196,7 @@ def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
 
 
 def likeliest(found: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
-    """Check the tokens that an answer tells for one place, id -> logprob, and return the likeliest of them.
+    """Check the tokens that a response lists for one position, id -> logprob, and return the likeliest.
 
     Raises:
         ModelError: an id is outside of the vocabulary, or a logprob no number.

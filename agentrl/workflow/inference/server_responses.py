@@ -13,7 +13,7 @@ from agentrl.workflow.errors import InfraError
 
 
 class ServerResponse(BaseModel):
-    """A JSON object from a server, validated strictly: `true`, say, does not pass for 1."""
+    """A JSON object from a server, validated strictly: for example, `true` is not accepted as 1."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 

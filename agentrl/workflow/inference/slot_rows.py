@@ -1,4 +1,4 @@
-"""The live rows in slots (`kv_cache`): all of them, of whatever lengths, read their next token in one call of the model."""
+"""The live rows in slots (`kv_cache`): rows of different lengths read their next token in one call of the model."""
 
 from collections.abc import Sequence
 

@@ -126,7 +126,7 @@ def _uncallable(reward: Reward) -> str:
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """Return what must be asked of judges before the finished episode can be scored: arguments by the judge's name.
+    """Return the calls of judges that are needed to score the ended episode: arguments by the judge's name.
 
     Args:
         optional: as of `score`.
@@ -281,7 +281,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """Return the episode with its reward, the parts of it, and what each step earned.
+    """Return the episode with its reward, the parts of it, and the rewards of its steps.
 
     Raises:
         RewardError: the sum is too large for a number.

@@ -88,7 +88,7 @@ for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", 
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return what is judged; 0.0 where there is no answer."""
+    """Return the arguments of the judge; 0.0 without an answer."""
     answer = episode.final_answer[-MAX_CHARACTERS:]
     if episode.stop_reason != "answered" or not writable(answer):
         return 0.0

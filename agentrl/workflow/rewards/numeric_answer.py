@@ -118,7 +118,7 @@ def read_reference(text: str) -> Decimal | None:
 
 
 def read_answer(text: str) -> Decimal | None:
-    """Return the number that a text gives as its answer; None where it gives none."""
+    """Return the number that a text gives as its answer; None without one."""
     _, marker, answer = text.rpartition("####")
     if marker:
         line = _normal(answer).lstrip().partition("\n")[0]

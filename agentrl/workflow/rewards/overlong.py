@@ -35,7 +35,7 @@ def overlong(episode: Episode) -> tuple[float, ...]:
 
 
 def within(max_tokens: int, cache: int) -> Reward:
-    """Return the same with limits of one's own, in tokens of a turn.
+    """Return the reward with custom limits, in tokens per turn.
 
     Raises:
         ValueError: the zone does not end at the limit, or has no room before it.

@@ -51,7 +51,7 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return what is judged; 0.0 where there is no answer to run.
+    """Return the arguments of the judge; 0.0 without an answer to run.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -63,7 +63,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """Return what is asked about an answer to a task: the arguments of `tests_passed`.
+    """Return the arguments of `tests_passed` for an answer to a task.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -98,7 +98,7 @@ def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], tes
 
 
 def told(found: object, cpu_seconds: float) -> ToolResult:
-    """Return a verdict, as its row takes it."""
+    """Return a verdict in the format of its row."""
     return ToolResult(json.dumps(found), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 

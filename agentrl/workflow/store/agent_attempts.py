@@ -1,4 +1,4 @@
-"""What an agents worker writes of the agents that it runs: that it has one, with the hash of its key, and how it ended.
+"""Writes of an agents worker: it started an agent (with the hash of its key), and the agent ended.
 
 The rollout's side of the same rows is `agent_holds`: it opens them, and gives up those whose worker is lost.
 """
@@ -154,7 +154,9 @@ STOPPED = "stopped"
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Give the agent up before its end: its episode begins anew with another. Unless it was STOPPED, that is a loss."""
+    """Give up the agent before it has ended: its episode restarts with another. This counts as a loss, unless it was
+    STOPPED.
+    """
     values = {
         "status": "lost",
         "error_class": error_class,
@@ -166,7 +168,7 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
 
 
 def lose_agents(tx: Connection, run: int, why: str) -> None:
-    """Give up the agents of the run's open episodes, and leave what they were told to call unobserved."""
+    """Give up the agents of the run's open episodes, and mark their pending calls as unobserved."""
     calls = schema.tool_calls.c
     still = select(schema.episodes.c.id).where(schema.episodes.c.run_id == run, schema.episodes.c.status.in_(OPEN))
     unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")

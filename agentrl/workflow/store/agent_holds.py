@@ -1,4 +1,4 @@
-"""What a rollout writes and reads of the agents that its episodes are given to; who runs one writes the rest of its row."""
+"""Reads and writes of a rollout for the agents of its episodes; the agents worker writes the rest of their rows."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Write where the process that holds the group serves its agents.
+    """Write the address at which the group's process serves its agents.
 
     Raises:
         Fenced: another worker holds the group.
@@ -67,7 +67,7 @@ def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None
 
 @transaction
 def count_sent(tx: Connection, agents: Sequence[int]) -> None:
-    """Those of the agents that nobody runs yet were sent once more."""
+    """Count another sending of those agents that no worker runs yet."""
     mine = update(schema.agent_attempts).where(_AGENTS.id.in_(agents), _AGENTS.status == "pending")
     tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
 
@@ -133,7 +133,7 @@ def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Tell once in the run's events that an agent asked for sampling of its own, which the run does not do."""
+    """Write one event if an agent requested sampling options that the run ignores."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

@@ -71,7 +71,7 @@ class CallStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestMark:
-    """By what a stored step is known as the answer to a request, and what that request brought."""
+    """The identity of a stored step's request, and the request's own data."""
 
     step: int
     request_id: str
@@ -218,7 +218,7 @@ def _show_results(tx: Connection, record: CallStep, held: HeldEpisodes) -> None:
 
 @transaction
 def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
-    """(episode, step) -> whether whoever asked for it was sent all of it.
+    """Return (episode, step) -> whether the client received the full turn.
 
     Raises:
         Fenced: another worker holds the group.

@@ -42,16 +42,14 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
-    """Say that the run's rollouts go on, where it was said that they wait."""
+    """Clear the note that the run's rollouts wait."""
     if _find_newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 
 
 @read_transaction
 def find_wait_reason(tx: Connection, run_id: int) -> str:
-    """Return what the run's rollouts wait for: another run, or as their worker said; empty where nothing is known to keep
-    them.
-    """
+    """Return why the run's rollouts wait: for another run, or their worker's reason; empty if they do not."""
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
     maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
     return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)

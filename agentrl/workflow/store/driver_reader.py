@@ -1,4 +1,4 @@
-"""The database for reading only, by the driver alone, since importing SQLAlchemy takes longer than the rest of a listing.
+"""Read-only access to the database with the plain driver: importing SQLAlchemy takes longer than listing rows.
 
 A query that reads views and tables by plain SQL (`select_rows`) runs on this as on SQLAlchemy's connection. What the driver
 cannot do, a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which
@@ -75,7 +75,7 @@ class Reader:
         self._whole: Database | None = None
 
     def full_database(self) -> "Database":
-        """Return the whole database, from now on for every query."""
+        """Return the full database object, which runs all further queries."""
         self._whole = self._whole or self._open_whole()
         return self._whole
 

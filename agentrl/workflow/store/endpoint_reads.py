@@ -1,4 +1,4 @@
-"""What the endpoint reads: whose call a key opens, and which process samples for it. It writes nothing but its own lease."""
+"""Reads of the endpoint: the attempt of a key, and the process that samples for it. It writes only its own lease."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

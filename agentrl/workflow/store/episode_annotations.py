@@ -24,7 +24,7 @@ _OF_EPISODES = (
 
 @transaction
 def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[Annotation]) -> None:
-    """Write what was said of the episode's attempt, but for what is there already.
+    """Write the annotations of the episode's attempt, except those that exist.
 
     Raises:
         StateError: the episode is over, or another attempt of it is on.
@@ -48,7 +48,7 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
 
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, said: Sequence[Annotation]) -> None:
-    """Write what who holds the episode's group says of it, after so many steps; what is there already stays.
+    """Write annotations from the worker of the episode's group, after the given number of steps; existing ones stay.
 
     Raises:
         Fenced: another worker holds the group.
@@ -70,7 +70,7 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return episode -> what was said of its current attempt, in order; those of which nothing was said are left out."""
+    """Return episode -> the annotations of its current attempt, in order; episodes without any are left out."""
     return annotations_of(tx, episodes)
 
 
@@ -83,12 +83,12 @@ def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[A
 
 
 def annotation_rows(said: Sequence[Annotation]) -> list[dict[str, Any]]:
-    """Return what a tool said, as its call's row holds it."""
+    """Return the annotations of a tool in the format of its call's row."""
     return [_row(each) for each in said]
 
 
 def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
-    """Return what a call's row holds of what its tool said."""
+    """Return the annotations of a tool from its call's row."""
     return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
 
 

@@ -1,4 +1,4 @@
-"""Rows to values: whole episodes with their steps. `row_codecs` converts single rows."""
+"""Loads episodes with their steps from rows. `row_codecs` converts single rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
-    """Plan the evaluation of a version that the run (its row) has just published, where it is that version's turn.
+    """Plan the evaluation of the version that the run has just published, if that version is to be evaluated.
 
     Every `eval.every` versions, and after the last. A paused run's evaluation waits with it, until the run goes on or is done.
     Where none tells any more what to measure on, as in a database that was downgraded meanwhile, the run's events say so, and

@@ -1,4 +1,4 @@
-"""Extending a run: the iterations after its last one are planned as if they had been asked for from the start.
+"""Extension of a run: further iterations are planned as if the run had been submitted with them.
 
 Whatever an iteration is made of follows from its number alone (its tasks, its draws, the version that it samples with), so that
 a run that is extended is bit for bit the run that was planned so long; but for a learning rate that falls until the end.

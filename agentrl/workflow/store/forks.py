@@ -201,9 +201,7 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
 
 @read_transaction
 def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
-    """Return an episode in one of the groups for which a sibling of a fork stands in in another of them; None where there is
-    none.
-    """
+    """Return an episode of one group whose fork is in another of the groups; None without one."""
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
     query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)

@@ -68,7 +68,7 @@ def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """With dynamic sampling how many groups the iteration was planned with at first: so many train at most. Without it 0."""
+    """With dynamic sampling: the number of groups first planned, which is the maximum that trains. Without it: 0."""
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
@@ -102,7 +102,7 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
 
 
 def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
-    """So many more groups of an iteration that has `planned`, and nobody's claim on it is valid any longer.
+    """Plan more groups for an iteration that has `planned`, and invalidate its claims.
 
     Their tasks follow from seed, iteration and slot alone: first those that the iteration does not have, in an order of its
     own, then all of them once more, with samples of other numbers, hence other draws.

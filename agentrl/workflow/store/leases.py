@@ -1,4 +1,4 @@
-"""Leases: who holds a service, a group or an iteration, and what happens when a holder is lost.
+"""Leases of services, groups and iterations, and the handling of lost workers.
 
 A holder renews its lease. A claim whose lease ran out belongs to the first worker that claims it again (`rollout_claims`,
 `train_claims`); that worker records the loss of the one before. A supervisor that sees a worker of its own end records the loss
@@ -31,7 +31,7 @@ MAX_DEVICE_LOSSES = 5
 
 @transaction
 def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Takes or renews the lease of a service that must run once; returns False while another holds it."""
+    """Acquire or renew the lease of a service that must run once; return False while another process has it."""
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
     made = tx.execute(
@@ -52,7 +52,7 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
 
 @transaction
 def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
-    """Say where a service is to be found that may run more than once: the latest that says so counts."""
+    """Write the address of a service that may run more than once; the latest address counts."""
     values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
     made = insert(tx, schema.service_leases).values(name=name, **values)
     tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
@@ -69,7 +69,7 @@ def service_holder(tx: Connection, name: str) -> str | None:
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
-    """Tell every run of which the worker `host:pid` holds something that the kernel killed it, out of memory."""
+    """Write an event to every run with claims of the worker `host:pid`: the kernel killed it, out of memory."""
     held = (select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
@@ -79,7 +79,7 @@ def record_oom(tx: Connection, worker: str, role: str) -> None:
 
 @transaction
 def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
-    """Tell every running run that the worker `host:pid` is gone, `how` it ended, and what of it goes on elsewhere.
+    """Write an event to every running run: the worker `host:pid` is gone, `how` it ended, and which work another continues.
 
     One that dies again and again, at its start, is told of once.
     """
@@ -101,7 +101,7 @@ def _end_leases(tx: Connection, worker: str) -> None:
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Tell the run, unless it knows, that the worker of a claim is lost: its lease ran out, and the claim `heir` goes on.
+    """Write an event, once, that the worker of a claim is lost: its lease expired, and the claim `heir` continues.
 
     Args:
         seen_ms: when the worker renewed the lease last. What was told before that is of another process: one that is started
@@ -120,7 +120,7 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
 
 
 def memory_hint(tx: Connection, run: int, claim: str) -> str:
-    """Return what to add to the loss of a claim's worker: the hint if it was killed for want of memory, else nothing."""
+    """Return the hint for a lost worker: how to use less memory if it was killed for that, else an empty text."""
     events, worker = schema.events.c, claim.partition("/")[0]
     query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""

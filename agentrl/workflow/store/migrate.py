@@ -1,4 +1,4 @@
-"""Migrations, applied under a lock so that many workers may start at once; views and triggers are made anew after each.
+"""Migrations, applied under a lock so that many workers may start at once; views and triggers are recreated after each.
 
 SQLite is upgraded by whoever opens it; on Postgres a person says `agentrl db upgrade`, and workers refuse to start before that.
 """
@@ -34,7 +34,7 @@ STRONG_PASSWORD_CHARACTERS = 12
 
 
 def head() -> str:
-    """Return the revision that this code wants."""
+    """Return the revision that this code needs."""
     return newest_revision()
 
 
@@ -102,7 +102,7 @@ def check_revision(revision: str | None) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Upgrade the database to `revision`, and make its views and triggers anew.
+    """Upgrade the database to `revision`, and recreate its views and triggers.
 
     Raises:
         ServiceError: the database is older than the first migration.

@@ -36,7 +36,7 @@ _SERVE_HINT = "Start another: agentrl serve --policy RUN"
 
 @dataclass(frozen=True)
 class Submission:
-    """A run as it is asked for.
+    """The submission of a run.
 
     Args:
         name: unique; the run with this name is returned if it was submitted with the same config.
@@ -397,7 +397,7 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 
 @transaction
 def resume(tx: Connection, run: str) -> Mapping[str, Any]:
-    """Set a paused or failed run running again, its paused evaluations too, and let what nobody holds be sent at once.
+    """Resume a paused or failed run and its paused evaluations; work without a lease is sent at once.
 
     An iteration that paused the run because too few of its episodes ended well then trains with those there are.
 

@@ -1,4 +1,5 @@
-"""Repair of a published checkpoint: it is marked as broken, rebuilt from the one before it, and named by its rows anew.
+"""Repair of a published checkpoint: it is marked as broken and rebuilt from the one before it; then its rows refer to the new
+one.
 
 Version k came from exactly version k - 1 and the recorded episodes of iteration k - 1, so that the same update gives it once
 more. The run's open iteration lends its train token as the fence; no episode, consumption or iteration changes its state.
@@ -42,7 +43,7 @@ class Rebuild:
 
 @transaction
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
-    """Stop the run from sampling with the checkpoint and training on it until it is whole.
+    """Stop the run from using the checkpoint until it is rebuilt.
 
     A run that trains nothing, such as an evaluation, waits meanwhile for the run that made its checkpoint, if that goes on.
 
@@ -143,7 +144,7 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Name the whole checkpoint in every row that named the broken one, and hand the iteration back.
+    """Replace the broken checkpoint by the rebuilt one in every row, and release the iteration.
 
     Raises:
         Fenced: another trainer holds the iteration.

@@ -58,7 +58,7 @@ def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last:
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's policies that nothing needs as collected, and say what its folders are still needed for.
+    """Mark the run's unneeded policies as collected, and return why its folders are still needed.
 
     Args:
         present: names of the folders that stand on this disk; only those are collected.

@@ -145,8 +145,8 @@ _TAKE_GROUP = (
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
-    """Take the group's lease and load its work; None if it is finished, held by a live worker, or its run is not running or
-    waits for a broken checkpoint.
+    """Claim the group and load its work; None if it is finished, has a live worker, or its run is not running or waits for a
+    broken checkpoint.
 
     Args:
         worker: a name of this very claim: a claim whose answer was lost is recognised by it.

@@ -91,7 +91,7 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
 
 
 def prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
-    """Return a step's prompt as its JSON column holds it; the first `shared` messages are those of its parent's line."""
+    """Return a step's prompt for its JSON column; the first `shared` messages are those of its parent step."""
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
 
@@ -111,7 +111,7 @@ def message_value(row: Mapping[str, Any]) -> Message:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """Return the message as a JSON column holds it."""
+    """Return the message for a JSON column."""
     row: dict[str, Any] = {"role": message.role, "content": storable(message.content)}
     if message.thought:
         row["thought"] = storable(message.thought)

@@ -1,4 +1,4 @@
-"""Events of runs that somebody outside is to be told: a run that ended, and one that waits."""
+"""Events to notify about: a run has ended, or waits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -111,7 +111,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return `RUN@VERSION` of the policy that was first published with that checkpoint; empty where none was."""
+    """Return `RUN@VERSION` of the policy first published with that checkpoint; empty without one."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     found = select_rows(tx, query, path=path)
     return f"{found[0]['name']}@{found[0]['version']}" if found else ""

@@ -88,7 +88,7 @@ def _report(row: Mapping[Any, Any]) -> Report:
 
 @transaction
 def record_opened(tx: Connection, report: Report, handle: str, url: str) -> None:
-    """Keep the tracker's id and page of the run; tell the run of a new page."""
+    """Store the tracker's id and page of the run; write an event for a new page."""
     _change(tx, report, handle=handle, url=url)
     if url != report.url:
         log(tx, report.run_id, "reporting", report.tracker, url)

@@ -13,7 +13,7 @@ _VERSIONS, _LINKS = schema.resources.c, schema.group_resources.c
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a version came about: in words, and the texts that it was made from."""
+    """The origin of a prompt version: a description, and the versions that it was made from."""
 
     note: str = ""
     before: Mapping[str, str] | None = None

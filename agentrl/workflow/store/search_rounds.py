@@ -1,4 +1,4 @@
-"""The rows of a search: what it has tried, what it tries next, what its critic said, and what it chose.
+"""The rows of a search: tried candidates, planned rollouts, answers of the critic, and the choice.
 
 A search is one iteration to which groups are added, each round of them in one commit, until it has chosen.
 """
@@ -85,7 +85,7 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Keep a critic's answer, and return the one that is kept: another process may have asked the same before."""
+    """Store a critic's answer, and return the stored one: another process may have sent the same request before."""
     asked = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))

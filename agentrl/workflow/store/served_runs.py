@@ -1,4 +1,4 @@
-"""Runs of the kind `serve`: one process serves a policy to whoever calls, and adds an episode for each of its clients.
+"""Runs of kind `serve`: one process serves a policy, and adds an episode for each of its clients.
 
 The process holds the lease of the run's only iteration. Every episode is a group of its own, with a row in `agent_attempts` as
 any episode has that an agent decides: its agent is the client, which ends by a call, by silence, or with the process.
@@ -168,7 +168,7 @@ def _end(tx: Connection, run: int, status: str, reason: str) -> None:
 
 @read_transaction
 def find_kept(tx: Connection) -> dict[int, float]:
-    """Run -> for how many days its episodes are kept, of those runs that say so."""
+    """Return run -> the days for which its episodes are kept, for runs with such a limit."""
     days = _RUNS.manifest[KEEP_DAYS].as_float()
     rows = tx.execute(select(_RUNS.id, days.label("days")).where(_RUNS.kind == "serve", days.is_not(None)))
     return {row.id: row.days for row in rows}
@@ -192,7 +192,7 @@ def forget_ended(db: Database, run: ServedRun) -> None:
 
 @transaction
 def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
-    """Delete some of the run's episodes that ended before that time, with all that was said in them; return how many.
+    """Delete some of the run's episodes that ended before that time, with their content; return how many.
 
     What another run trains on, or was trained on, stays, and what was forked.
     """

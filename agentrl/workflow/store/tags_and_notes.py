@@ -1,4 +1,4 @@
-"""Tags and notes of a run: what people say of it. Nothing that runs reads them."""
+"""Tags and notes that people attach to a run. They do not affect it."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
 @transaction
 def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[str] = ()) -> list[str]:
-    """Give the run tags and takes others away, and return those that it has then; what is so already stays so.
+    """Add and remove tags of the run, and return its tags. Idempotent.
 
     Raises:
         NotFoundError: there is no such run.

@@ -44,7 +44,7 @@ def _matches(key: SessionKey) -> ColumnElement[bool]:
 
 @transaction
 def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> str:
-    """Take the session to start its interpreter, unless somebody alive has it; returns whose it is now."""
+    """Claim the session to start its interpreter, unless a live worker has it; return its worker."""
     until = now_ms() + int(lease_seconds * 1000)
     made = tx.execute(
         insert(tx, schema.tool_sessions)

@@ -1,4 +1,4 @@
-"""Iterations are claimed for training, held, handed back; one that lacks groups with variance is sampled on instead.
+"""Claims of iterations for training. An iteration without enough groups with variance samples more groups instead.
 
 The token counted up at the claim and checked at the commit (`train_commits`) fences a second trainer out.
 """
@@ -56,7 +56,7 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """No claim: of so many groups too few had variance, and more were planned, which are to be sent."""
+    """The result if too few groups had variance: no claim, but more groups, which must be sent."""
 
     iteration: int
     varied: int
@@ -68,7 +68,7 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Take the iteration's lease and load its episodes; None if it is not ready, over, held, or its run is not running.
+    """Claim the iteration and load its episodes; None if it is not ready, has ended, is claimed, or its run is not running.
 
     It is ready when all of its groups are terminal and the policy is published that its update starts from. With dynamic
     sampling more groups are planned first where they lack variance, also before that policy is published.
@@ -208,7 +208,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Return the trainer's heartbeat; False if another trainer holds the iteration, or it is over."""
+    """Renew the trainer's lease; return False if another trainer has the iteration, or it has ended."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")

@@ -248,7 +248,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run: its group is there to be looked at and trained on.
+    """End a fork run: its group can be read and trained on.
 
     Raises:
         Fenced: another worker holds the iteration.
@@ -299,5 +299,5 @@ def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str 
 
 @transaction
 def fail_run(tx: Connection, run: int, reason: str) -> None:
-    """End the run as failed; `agentrl resume` takes it up again once the cause is mended."""
+    """End the run as failed; `agentrl resume` continues it after the cause is fixed."""
     set_run_status(tx, run, "failed", reason)

@@ -1,4 +1,4 @@
-"""Training data of an iteration: its groups with their whole episodes, and the rewards of one set."""
+"""Training data of an iteration: its groups with their full episodes, and the rewards of one set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

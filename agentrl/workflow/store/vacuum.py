@@ -1,4 +1,4 @@
-"""`agentrl vacuum`: the database without the room that deleted rows left; Postgres counts its rows anew.
+"""`agentrl vacuum`: free the space of deleted rows; on Postgres, also update the statistics.
 
 SQLite is given no statistics: each query and view has one plan that is right without, and with them its planner sorts whole
 tables to show a page (it leaves the LIMIT out of account). Safe at any moment: SQLite compacts in one transaction of its own,
@@ -25,7 +25,7 @@ BUSY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class VacuumResult:
-    """Bytes of the database before and after; `left`: what somebody's reading kept in SQLite's log."""
+    """The size of the database before and after, in bytes; `left`: bytes that a reader kept in SQLite's log."""
 
     before: int
     after: int
@@ -33,7 +33,7 @@ class VacuumResult:
 
 
 def vacuum(database: Database) -> VacuumResult:
-    """Compacts the database while others use it, and tells the planner of Postgres what is in it.
+    """Compact the database while others use it, and update the planner statistics of Postgres.
 
     Raises:
         ServiceError: somebody writes for long, or SQLite has no room for the copy that it makes.

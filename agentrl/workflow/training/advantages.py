@@ -115,7 +115,7 @@ def leave_one_out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Pass@k: only the best of a group is credited, with its lead over the second, in units of the group's deviation.
+    """Pass@k: only the best of a group gets an advantage: its lead over the second, divided by the group's deviation.
 
     Of several best ones none leads. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as in verl.
     """

@@ -1,4 +1,4 @@
-"""Rows to imitate: whole conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
+"""Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
 Each row, of any file, folder or hub dataset that `dataset_rows` reads: `messages`, a list as chat APIs take it (`role`,
 `content`, an assistant's `tool_calls`, a tool's `name`, `reasoning_content`), with the `tools` that were offered, if any; or
@@ -104,7 +104,7 @@ def line_of(shown: Demonstration) -> bytes:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """Return a message as such a line has it."""
+    """Return a message in the format of such a line."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         row["name"] = message.name

@@ -56,7 +56,7 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int]:
-        """What a checkpoint keeps, so that a training that goes on scales as one that was never interrupted."""
+        """The state for a checkpoint, so that a resumed training scales like an uninterrupted one."""
         return self.factor, self.good_steps
 
     @state.setter

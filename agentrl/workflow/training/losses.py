@@ -38,7 +38,7 @@ class Normaliser:
 
     @property
     def sequences(self) -> int:
-        """What the rows' weights sum to."""
+        """Return the sum of the rows' weights."""
         return self.episodes or self.rows
 
 
@@ -129,7 +129,7 @@ def clipped(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor
 
 
 def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate of the whole row's ratio, the product of its tokens' (TRL's RLOO)."""
+    """Return the clipped surrogate of the row's ratio, the product of its tokens' ratios (TRL's RLOO)."""
     total = batch.log_ratio().sum(-1, keepdim=True).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     log_ratio = total.expand_as(batch.logprobs)
     return clipped_surrogate(log_ratio, batch.advantages, *_clips(options))
@@ -216,7 +216,7 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | No
 def importance_weights(
     proximal: Tensor, behavior: Tensor, mask: Tensor, cap: float, level: str = "token", beyond: str = "truncate"
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling: what a token that other weights sampled counts, and where it was cut; both (B, T).
+    """Truncated importance sampling: the weights of tokens, and where they were truncated; both (B, T).
 
     min(exp(proximal - behavior), cap), a constant without gradient; 1 where `mask` is False. The expectation over the sampler's
     tokens becomes that over the tokens of the weights which the update starts from, but for the cap, which bounds the variance.

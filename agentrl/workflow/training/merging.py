@@ -39,7 +39,7 @@ def merge(
 
 
 def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
-    """Make the model folder, whole or not at all, with the record of how it was made.
+    """Write the model folder atomically, with the record of its origin.
 
     Raises:
         ModelError: the disk has no room for it beside what stands there.

@@ -1,4 +1,4 @@
-"""The last checkpoint of a training apart from a run: the same training, begun again after a kill, goes on there.
+"""The last checkpoint of a training without a run: the same training, restarted after a kill, continues from it.
 
 It lies in `.NAME.training` beside the model `NAME` that is being made, sealed and renamed as a run's are, and goes when the
 model is there. What a step draws is keyed by its number, so weights, optimizer and number are all that a step reads.
@@ -42,7 +42,7 @@ MAX_STATE = 1 << 16
 
 @contextmanager
 def catch_interrupt() -> Iterator[Callable[[], bool]]:
-    """Notes ctrl-C, which the value then says, so that a step ends whole; twice ends the process at once, as ever."""
+    """Note Ctrl-C in the value, so that the current step is completed; a second Ctrl-C ends the process at once."""
     pressed = False
     if threading.current_thread() is not threading.main_thread():  # only that one hears of it
         yield lambda: False
@@ -114,7 +114,7 @@ class Resumable:
         loss_scale: LossScale,
         now: bool = False,
     ) -> None:
-        """Write a checkpoint after that step, where one is due or is wanted now.
+        """Write a checkpoint after that step, if one is due or requested.
 
         Raises:
             CheckpointError: the disk refused; the one before it still stands.

@@ -42,7 +42,7 @@ class Progress(Protocol):
     """A listener on the progress of a training."""
 
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
-        """Before the first step, of so many, of which some were done by a process that was killed."""
+        """Called before the first step, with the total and the steps that a killed process has already done."""
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
         """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
@@ -374,7 +374,7 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save(learner: Learner, made: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
-    """Make the model folder, whole or not at all, with the record of how it was made.
+    """Write the model folder atomically, with the record of its origin.
 
     Raises:
         CheckpointError: the disk refused.

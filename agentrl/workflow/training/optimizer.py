@@ -60,7 +60,7 @@ def _unusable(name: str, device: str, why: str) -> ConfigError:
 
 
 def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Take one optimizer step, whole or not at all.
+    """Make one optimizer step, completely or not at all.
 
     A parameter's first step allocates its moments. Where memory runs out there, others may have moved already: torch's AdamW
     allocates a whole parameter group before it moves it, bitsandbytes goes from parameter to parameter. So until all moments

@@ -58,7 +58,7 @@ def packed_size(rows: Sequence[Row]) -> int:
 
 
 def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedLines | None:
-    """Return the rows on fewer lines than there are rows; None where that cannot be."""
+    """Return the rows on fewer lines than there are rows; None if that is impossible."""
     lines = assign_lines(rows)
     if len(lines) == len(rows):
         return None

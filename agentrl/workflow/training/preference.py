@@ -58,7 +58,7 @@ EMPTY = "nothing sampled"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two episodes of one group: their training rows, and what the reference says.
+    """Two episodes of one group: their training rows, and the reference's logprobs.
 
     Args:
         chosen, rejected: rows of the better and of the worse one.

@@ -88,7 +88,7 @@ class PreparedUpdate:
 
 
 class UpdatePreparation:
-    """Chooses what an update reads, reads what must be known before its first step, and credits the tokens.
+    """Preparation of an update: choose its rows, compute what is needed before the first step, and assign advantages.
 
     Args:
         corrects: whether tokens are weighed by how likely the trainer's weights would have sampled them.
@@ -107,7 +107,7 @@ class UpdatePreparation:
     def prepare(
         self, groups: Sequence[Group], iteration: int, critic: nn.Linear | None, kl_coef: float
     ) -> PreparedUpdate | Update:
-        """Prepare the update by these groups; where there is nothing to do, the update that says why."""
+        """Prepare the update on these groups; without trainable tokens, return the skipped update with its reason."""
         kept, dropped = select_groups(groups, self._algorithm.needs_group)
         episodes = [episode for group in kept for episode in group.episodes]
         if not episodes:

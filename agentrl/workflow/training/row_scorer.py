@@ -59,7 +59,7 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Return the rows as a microbatch, and its scores; `trains`: with all gradients that the loss wants."""
+        """Return the rows as a microbatch, and its scores; `trains`: with all gradients that the loss needs."""
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(
@@ -80,7 +80,7 @@ class RowScorer:
         module: Callable[[], AbstractContextManager[nn.Module]],
         critic: nn.Linear | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logprobs, and a critic's values, as the module says them before the update, without dropout.
+        """Return logprobs and a critic's values before the update, without dropout.
 
         Both are flat, (tokens,), and 0 for the tokens of other rows.
         """
@@ -99,7 +99,7 @@ class RowScorer:
 
     @torch.no_grad()
     def kl_from_start(self, tokens: TokenLayout, rows: Sequence[Row], start: Tensor) -> float:
-        """Return the KL of the policy to where it began: the mean of k3 over the rows' trained tokens.
+        """Return the KL to the policy before the update: the mean of k3 over the rows' trained tokens.
 
         Args:
             start: the logprobs that it began with (tokens,).

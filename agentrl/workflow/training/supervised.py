@@ -275,7 +275,7 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
 
 
 def row_of(segments: Segments) -> Row:
-    """Return the demonstration as a training row; what the assistant says trains."""
+    """Return the demonstration as a training row; only the assistant's tokens train."""
     ids = tuple(token for run, _ in segments for token in run)
     said = tuple(spoken for run, spoken in segments for _ in run)
     return Row(0, 0, ids, said, said, (0.0,) * len(ids))

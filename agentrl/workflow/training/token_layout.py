@@ -54,7 +54,7 @@ class TokenLayout:
 
     @property
     def mask(self) -> Tensor:
-        """(N, T), True where there is a token."""
+        """Return (N, T), True where there is a token."""
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
     def by_episode(self, values: Tensor) -> Tensor:

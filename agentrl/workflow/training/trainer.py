@@ -65,7 +65,7 @@ def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
 
 
 class Trainer:
-    """Updates a policy, and holds what outlives an update: optimizer, rates, critic, weight of the KL, loss scale, counters.
+    """A trainer of a policy. It keeps the state between updates: optimizer, rates, critic, KL weight, loss scale, counters.
 
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.

@@ -1,4 +1,4 @@
-"""What an update costs: the GPU's peak memory, and the floating-point operations that the model needs, by time and peak.
+"""The cost of an update: peak GPU memory, and the model's floating-point operations per second and relative to the GPU's peak.
 
 Operations are the model's own: what is computed again under gradient checkpointing, and padding, count for nothing.
 """

@@ -1,4 +1,4 @@
-"""The loss of a microbatch in an update, and the metrics beside it. See `training.losses`."""
+"""The loss of a microbatch in an update, and its metrics. See `training.losses`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Annotations: what agents, tools and hooks said of their episodes."""
+"""Annotations of episodes, by agents, tools and hooks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from agentrl.workflow.store.reads.run_rows import select_parts_page
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnnotationRow(ViewRow):
-    """Something that was said of an episode."""
+    """An annotation of an episode."""
 
     VIEW: ClassVar[str] = "v_annotations"
     id: int
@@ -31,7 +31,7 @@ class AnnotationRow(ViewRow):
 
 @dataclass(frozen=True, slots=True)
 class AnnotationFilter:
-    """A filter of annotations: by run (name or number), by episode, by who said it, by kind and name."""
+    """A filter of annotations: by run (name or number), episode, source, kind and name."""
 
     run: str | None = None
     episode: int | None = None

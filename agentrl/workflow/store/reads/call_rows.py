@@ -71,5 +71,5 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_calls(tx: Any, chosen: CallFilter, paging: Paging | None = None) -> Page[CallRow]:
-    """Call in the order in which they were asked for."""
+    """The calls in the order of the requests."""
     return select_parts_page(tx, CallRow, chosen, _CONDITIONS, paging)

@@ -1,4 +1,4 @@
-"""Changes of a run since an earlier look: a cursor for live views.
+"""Changes of a run since an earlier read: a cursor for live views.
 
 `mark_changes` gives the cursor; as `since` of a later filter it leaves the rows that may be new or other than they were then.
 It is taken before the lists are read: whatever happens in between is in the next ones. Some rows come again as they were, none
@@ -59,7 +59,7 @@ class OfRun(Protocol):
 
     @property
     def since(self) -> str | None:
-        """What may have changed since that cursor."""
+        """The parts that may have changed since a cursor."""
 
 
 def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:

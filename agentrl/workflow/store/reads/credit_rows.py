@@ -1,4 +1,4 @@
-"""What an episode's advantage was computed from: the rewards of the set that was trained on, of its group and of its update."""
+"""The inputs of an episode's advantage: the trained reward set's rewards of its group and its update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What belongs to one episode beside its turns: its task, what it earned, its relatives, and what became of it."""
+"""An episode's relations: its task, rewards, parents, forks and outcome."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def load_task_of(tx: Any, task_id: int) -> Row:
 
 
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
-    """Return what the whole episode earned, by part and reward set; and how many of its parts were too many."""
+    """Return the episode's rewards by part and reward set, and the number of parts left out."""
     rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MAX_REWARDS + 1}"
     found = select_values(tx, RewardRow, rest, id=episode)
     if len(found) <= MAX_REWARDS:
@@ -66,7 +66,7 @@ def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
 
 
 def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
-    """Return what its agent said when it ended badly, and the last of what it printed; None: no agent ran it."""
+    """Return its agent's error and the end of its output; None if no agent ran it."""
     query = f"""
         SELECT status, exit_code, error_class, {cut_column("error")}, {cut_column("output")}, {cut_column("answer")}
         FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"""
@@ -83,7 +83,7 @@ def load_resources_of(tx: Any, group: int) -> list[Row]:
 
 
 def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
-    """Return what became of the episode in its own run (`fate` and why), and in others that trained on it (`elsewhere`)."""
+    """Return the episode's outcome in its own run (`fate` and why) and in other runs that trained on it (`elsewhere`)."""
     found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
     own = next((fate for fate in found if fate.run == row.run), None)
     names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
@@ -97,7 +97,7 @@ def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
 
 
 def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
-    """Return the updates that read the episode, those of its own run first: run, iteration, advantage, what was skipped."""
+    """Return the updates that used the episode, those of its own run first: run, iteration, advantage, reason if skipped."""
     query = """
         SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped
         FROM consumptions c JOIN runs r ON r.id = c.run_id JOIN iterations i ON i.id = c.iteration_id

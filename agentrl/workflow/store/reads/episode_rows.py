@@ -1,4 +1,4 @@
-"""Episodes: pages of a run's, and a whole one for a transcript. A list reads no blob and no long text."""
+"""Episodes: pages of a list, and one full episode for a transcript. A list reads no blobs or long texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
-    """Return the run's own episodes, in order of their numbers unless one of EPISODE_ORDERS is asked for."""
+    """Return the run's own episodes, in order of their numbers or in one of EPISODE_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if "group" in values and of_run == [OF_RUN]:
@@ -131,7 +131,7 @@ def find_last_episode(tx: Any) -> int | None:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One whole episode: its row, its value with every step, the rows of its steps, calls and rewards.
+    """One full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
 
     `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
     `agent_error` is what its agent said when it ended badly, `agent_output` the last of what it printed; both empty where there

@@ -1,4 +1,4 @@
-"""One text of an episode by its path, as the episode's answer tells it where it cuts the text."""
+"""One full text of an episode, by the path that a cut text is listed with."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the whole text; a value that is no text as JSON.
+    """Return the full text; other values as JSON.
 
     Raises:
         NotFoundError: there is no such episode, or it has no such text.

@@ -73,7 +73,7 @@ _CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "stat
 
 @sql_read_transaction
 def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
-    """Return evaluations, by the version that was measured unless another of EVAL_ORDERS is asked for."""
+    """Return evaluations, in order of the evaluated version or in one of EVAL_ORDERS."""
     chosen = chosen or EvalFilter()
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.measures is not None:
@@ -124,7 +124,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
 
 @sql_read_transaction
 def find_evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
-    """Return every evaluation of exactly these weights, newest first, whoever asked for it."""
+    """Return every evaluation of exactly these weights, newest first."""
     base = "r.base_hash = :base_hash" if policy.base_hash else "r.base = :base"
     named = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
     return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
@@ -152,7 +152,7 @@ def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done episodes in an evaluation, by the task's id; None where it has none."""
+    """Return the mean reward of each task's done episodes in an evaluation, by the task's id; None without one."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id

@@ -63,7 +63,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
-    """Return the run's own groups, in order of their numbers unless one of GROUP_ORDERS is asked for."""
+    """Return the run's own groups, in order of their numbers or in one of GROUP_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()

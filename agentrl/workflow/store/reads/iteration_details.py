@@ -1,4 +1,4 @@
-"""One iteration whole: its optimizer steps, and its groups, sampled or stored ones, with their episodes and fates."""
+"""One iteration in full: its optimizer steps and its groups, sampled or stored, with their episodes and outcomes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who worked when: the spans of a run's groups, updates, tool calls and agents, in a lane for each queue and worker."""
+"""A timeline of a run: the spans of groups, updates, tool calls and agents, in a lane for each queue and worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A run and what it comes from; the first is what it stands under in a tree."""
+    """A run and its sources; the first source is its parent in a tree."""
 
     row: RunRow
     sources: tuple[Source, ...]

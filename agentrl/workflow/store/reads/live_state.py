@@ -1,4 +1,4 @@
-"""What a live view asks again and again: a few numbers that move whenever something is committed that it shows."""
+"""State for a live view: a few numbers that change with every commit that the view shows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class RunState:
 
 @sql_read_transaction
 def find_state(tx: Any, run_id: int) -> RunState | None:
-    """Return the state of the run; None where there is no such run."""
+    """Return the state of the run; None if it does not exist."""
     query = "SELECT status, reason, iterations FROM runs WHERE id = :id"
     runs = select_rows(tx, query, id=run_id) if abs(run_id) <= MAX_ID else []
     if not runs:

@@ -49,5 +49,5 @@ OPEN_WORK = f"""
 
 @sql_read_transaction
 def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
-    """Return the work that is held or waits now, run by run."""
+    """Return the open work, claimed or waiting, run by run."""
     return [OpenWork(**row) for row in select_rows(tx, f"{OPEN_WORK} ORDER BY 3, 4, 1, 2 LIMIT :limit", limit=limit)]

@@ -33,7 +33,7 @@ class RewardSet:
 
 @dataclass(frozen=True)
 class Origin:
-    """A whole episode with its origin.
+    """A full episode with its origin.
 
     Args:
         run, format, config, manifest, base, base_hash: the run's; `run` is its name.

@@ -52,7 +52,7 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CriticCallRow(ViewRow):
-    """What a search asked its critic."""
+    """A request of a search to its critic."""
 
     VIEW: ClassVar[str] = "v_critic_calls"
     id: int
@@ -73,7 +73,7 @@ class CriticCallFilter:
 
 @sql_read_transaction
 def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None = None) -> Page[CriticCallRow]:
-    """Return what searches asked their critics, in order."""
+    """Return the requests of searches to their critics, in order."""
     conditions, values = choose_conditions(chosen, {})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -82,7 +82,7 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
 
 @sql_read_transaction
 def count_critic_calls(tx: Any, run: str) -> int:
-    """Return how often a search asked its critic."""
+    """Return the number of requests of a search to its critic."""
     (row,) = select_rows(tx, "SELECT count(*) AS count FROM critic_calls WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     return int(row["count"])
 

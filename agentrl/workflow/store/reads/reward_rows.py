@@ -10,7 +10,7 @@ from agentrl.workflow.store.reads.run_rows import select_parts_page
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardRow(ViewRow):
-    """A part of an episode's reward; without a `step` if the whole episode earned it."""
+    """A part of an episode's reward; `step` is None if it is for the full episode."""
 
     VIEW: ClassVar[str] = "v_rewards"
     id: int

@@ -1,4 +1,4 @@
-"""What a run is made of, beside its row: its config, its manifest, what people noted, what it has rows of."""
+"""Details of a run besides its row: config, manifest, notes, and counts of its rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a list of runs shows beside their rows: algorithm, tags, a sparkline of the reward, tokens, what a run waits for."""
+"""Summaries for a list of runs: algorithm, tags, a sparkline of the reward, tokens, and why a run waits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ LEARNING_KINDS = ("train", "search")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What is shown of a run in a list, beside its row.
+    """A run's entry in a list, besides its row.
 
     Args:
         algorithm: None: it learns nothing.

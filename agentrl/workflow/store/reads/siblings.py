@@ -1,4 +1,4 @@
-"""The episodes of a group as siblings: their rows, their texts in short, what they earned, and what became of them."""
+"""The episodes of a group: their rows, shortened texts, rewards and outcomes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

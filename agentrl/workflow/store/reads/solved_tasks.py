@@ -1,4 +1,4 @@
-"""How often each task was solved in stored episodes, whatever the run; what a group of them can teach."""
+"""How often each task was solved in the stored episodes of all runs."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -47,7 +47,7 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """At most MAX_TASKS tasks that the run has groups of, in one of TASK_ORDERS, by their first group unless one is asked for.
+    """Return at most MAX_TASKS tasks with groups of the run, in one of TASK_ORDERS, by default by their first group.
 
     Args:
         text: a text in the key or the reference.

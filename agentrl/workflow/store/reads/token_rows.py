@@ -1,4 +1,4 @@
-"""The exact tokens of some steps, as they are stored: the one read of the page that takes blobs."""
+"""The stored tokens of some steps; the page's only read of blobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The turns of an episode as a page shows them: some steps with what was put before the model, what it said, and its calls.
+"""The turns of an episode for the page: some steps with their messages, sampled text and calls.
 
 Texts are cut where they are read; beside each, in NAME_chars, is how many characters it has.
 """
@@ -77,7 +77,7 @@ def _with_queue_seconds(row: Row) -> Row:
 
 
 def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, list[Row]]:
-    """Step -> what it earned, in every reward set."""
+    """Return step -> its rewards in every reward set."""
     found: dict[int, list[Row]] = {}
     for some in in_parts(steps):
         query = f"""

@@ -61,7 +61,7 @@ _SANDBOX = f"""
 
 @read_transaction
 def count_work(tx: Connection) -> WorkCounts:
-    """Count what waits, what is held and what was lost; leases by the database's clock."""
+    """Count waiting work, claimed work and lost workers; leases are compared with the database's clock."""
     now = tx.execute(select(now_ms())).scalar_one()
 
     def rows(query: str, **values: Any) -> list[Row]:
