@@ -139,9 +139,7 @@ class DatasetConfig(Section):
         {}, "--map", type=str, description="Columns to read: question=A,answer=B.C"
     )
     filter: str | None = option(None, "--filter", min_length=1, description="SQL condition on the columns of rows to keep")
-    keep_solved: str | None = option(
-        None, "--keep-solved", description="Keep tasks solved in this share of stored episodes: LOW..HIGH"
-    )
+    keep_solved: str | None = option(None, "--keep-solved", description="Share solved in stored episodes: LOW..HIGH")
     order: Literal["shuffled", "easy_first"] = Field(
         "shuffled", description="Order of tasks in an epoch; easy_first: by the share solved in stored episodes"
     )
@@ -190,9 +188,9 @@ class ModelConfig(Section):
     load_in_4bit: bool = option(
         False,
         "--load-in-4bit/--no-load-in-4bit",
-        description="Train LoRA on a base in 4 bits (bitsandbytes NF4)",
+        description="Train LoRA on a 4-bit base (NF4)",
     )
-    load_in_8bit: bool = Field(False, description="Train LoRA on a base in 8 bits")
+    load_in_8bit: bool = Field(False, description="Train LoRA on an 8-bit base")
     lora_r: int | None = option(
         None, "--lora-r", ge=0, le=1024, description="LoRA rank; 0 trains all weights; unset: 8, or 0 below 50M parameters"
     )
@@ -221,9 +219,7 @@ class ModelConfig(Section):
         max_length=256,
         description="Tool call format [that of the template]",
     )
-    strict_calls: bool = option(
-        False, "--strict-calls/--no-strict-calls", description="Read calls only in the tool format, not as bare JSON"
-    )
+    strict_calls: bool = option(False, "--strict-calls/--no-strict-calls", description="Read calls in the tool format only")
     chat_template: str | None = option(
         None, "--chat-template", min_length=1, max_length=131_072, description="Jinja file to use as the chat template"
     )

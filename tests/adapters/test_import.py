@@ -199,7 +199,12 @@ def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for place, said in (("pipe", "is no file"), (".", "is no file"), ("/dev/zero", "is no file"), ("loop", "Cannot read")):
+    for place, said in (
+        ("pipe", "is not a file"),
+        (".", "is not a file"),
+        ("/dev/zero", "is not a file"),
+        ("loop", "Cannot read"),
+    ):
         with pytest.raises(DatasetError, match=said):
             read_traces(tmp_path / place)
     monkeypatch.setattr(trace_files, "TRACE_FILE_BOUNDS", replace(trace_files.TRACE_FILE_BOUNDS, bytes=2**24, spans=20_000))

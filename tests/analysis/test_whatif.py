@@ -283,7 +283,7 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
         (("waiting", "--algorithm", "rloo"), 6, "No iteration of 'waiting' is trained yet."),
         (("waiting", "--algorithm", "rloo", "--iteration", 2), 6, "Iteration 2 of 'waiting' is not trained yet."),
         (("plain", "--algorithm", "rloo,gspo", "-s", "algorithm.tau_positive=1"), 2, "has no effect with rloo, gspo."),
-        (("plain", "--algorithm", "rloo", "-s", "update.epochs=2"), 2, "update.epochs is the run's"),
+        (("plain", "--algorithm", "rloo", "-s", "update.epochs=2"), 2, "update.epochs cannot change"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.kl_target=1"), 2, "it acts after an update."),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.importance_cap=0.3"), 2, "algorithm.importance_cap"),
         (("plain", "--algorithm", "rloo", "-s", "algorithm.clip_hi=3"), 2, "Unknown option 'algorithm.clip_hi'."),

@@ -138,7 +138,7 @@ def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_
         store.run("frist")
     with pytest.raises(NotFoundError):
         store.episode(2**80)
-    with pytest.raises(ConfigError, match=r"no filter 'statuss'.*status"):
+    with pytest.raises(ConfigError, match=r"Unknown filter 'statuss'.*status"):
         store.run("first").episodes(statuss="done")
     with pytest.raises(NotFoundError, match="There is no store"):
         agentrl.open(tmp_path / "nowhere")

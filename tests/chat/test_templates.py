@@ -270,7 +270,7 @@ def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_
     assert settled(TEMPLATE) == settled(TEMPLATE, last_turn="ask") == "ask"
     assert settled(TEMPLATE, last_turn="plain") == "plain"
     assert settled(ALTERNATING + TEMPLATE) == settled(ALTERNATING + TEMPLATE, last_turn="plain") == "plain"
-    with pytest.raises(ConfigError, match=r"no user message after a tool's result\. Set rollout\.last_turn=plain"):
+    with pytest.raises(ConfigError, match=r"not accept a user message after a tool's result\. Set rollout\.last_turn=plain"):
         settled(ALTERNATING + TEMPLATE, last_turn="ask")
 
 

@@ -315,7 +315,7 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
     [
         ("nosuch://place/run", "nosuch"),
         ("s3://key:secret@bucket/run", "holds a password"),
-        ("s3://[", "is no URL"),
+        ("s3://[", "is not a URL"),
         ("file://ckpt", "is a relative path"),
         ("file:///", "names no bucket or folder"),
         ("s3://", "names no bucket or folder"),
@@ -330,7 +330,7 @@ def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, sai
 
 def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -> None:
     for ask in (checkpoint_cache.local_part, checkpoint_cache.checkpoint_error):
-        with pytest.raises(ConfigError, match=r"does not see '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
+        with pytest.raises(ConfigError, match=r"cannot access '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
             ask(f"/nowhere/runs/run/{NAME}", "0" * 64)
     with pytest.raises(CheckpointError, match="is missing"):
         checkpoint_cache.local_part(str(tmp_path / NAME), "0" * 64)

@@ -324,7 +324,7 @@ def test_vacuum_refuses_where_the_copy_has_no_room(tmp_path: Path, migrated_file
         with db.engine.begin() as tx:
             tx.execute(text("INSERT INTO events (kind, detail) VALUES ('test', :detail)"), {"detail": "x" * 1_600_000})
         db.close()
-        with pytest.raises(ServiceError, match=r"no room for the copy .* MiB free, and \d+ MiB are needed"):
+        with pytest.raises(ServiceError, match=r"Not enough disk space .* MiB free, and \d+ MiB are needed"):
             vacuum.vacuum(db)
         assert value(db, "SELECT length(detail) FROM events") == 1_600_000
         db.close()

@@ -78,7 +78,7 @@ def test_each_epoch_names_the_version_after_its_last_iteration(job_database: Dat
     assert find_stored_policy(job_database, "first", Epoch(1)).path == str(made[1])
     assert find_stored_policy(job_database, "first", Epoch(2)).version == 4
     for epoch in (3, 4, 0, 10**19):
-        with pytest.raises(NotFoundError, match=f"Epoch {epoch} of 'first' is not over"):
+        with pytest.raises(NotFoundError, match=f"Epoch {epoch} of 'first' has not ended"):
             find_stored_policy(job_database, "first", Epoch(epoch))
     assert leads(out) == {"epoch_1": made[1].name, "epoch_2": made[3].name}
     assert (out / "epoch_2" / sealed_folder.WEIGHTS).is_file()
@@ -90,7 +90,7 @@ def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job
         tx.execute(text("UPDATE runs SET iterations = 3"))
     go_on(job_database, 1)
     assert run_names.find_run(job_database, "first")["status"] == "done"
-    with pytest.raises(NotFoundError, match="Epoch 2 of 'first' is not over"):
+    with pytest.raises(NotFoundError, match="Epoch 2 of 'first' has not ended"):
         find_stored_policy(job_database, "first", Epoch(2))
     assert leads(tmp_path / "out").keys() == {"epoch_1"}
 
@@ -159,7 +159,7 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
     assert leads(out) == {"epoch_1": older[0].name, "epoch_2": older[1].name}
     planning.submit(own_database, replace(submission("second", tasks=2, epochs=2), output_dir=str(out)))
     assert not epoch_ends.load_epoch_ends(own_database, run_id(own_database)).newest
-    with pytest.raises(NotFoundError, match="Epoch 2 of 'second' is not over"):
+    with pytest.raises(NotFoundError, match="Epoch 2 of 'second' has not ended"):
         resolve_targets.find_policy(str(out / "epoch_2"))
     link_epochs(epoch_ends.load_epoch_ends(own_database, run_id(own_database, "second")))
     assert leads(out) == {}

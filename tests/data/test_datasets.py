@@ -246,8 +246,8 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
         (b'{"question": ', "not JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1]", "must be an object, not a list"),
-        (b'{"question": "a", "answer": NaN}', "NaN is not a number"),
-        (b'{"question": "a", "answer": "1", "weight": -Infinity}', "-Infinity is not a number"),
+        (b'{"question": "a", "answer": NaN}', "NaN is not a valid JSON number"),
+        (b'{"question": "a", "answer": "1", "weight": -Infinity}', "-Infinity is not a valid JSON number"),
         (b'{"question": "a", "answer": 1e999}', "too large"),
         ({"answer": "1"}, "'question', 'prompt', 'messages'; found none"),
         ({"question": "a"}, "'answer', 'reference'; found none"),
@@ -368,7 +368,7 @@ def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> 
         load_tasks(DatasetConfig(name="jsonl"))
     with pytest.raises(DatasetError, match=r"no split 'trian'\. Did you mean 'train'"):
         load_tasks(DatasetConfig(name="gsm8k", split="trian"))
-    with pytest.raises(ConfigError, match="skip_bad_rows is for rows of files"):
+    with pytest.raises(ConfigError, match="skip_bad_rows does not apply"):
         load_tasks(DatasetConfig(name="gsm8k", skip_bad_rows=True))
 
 

@@ -286,7 +286,7 @@ def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyP
     [
         ({"num_attention_heads": 5}, "have other shapes than its config.json says"),
         ({"model_type": "nosuch", "architectures": ["NoSuch"]}, "does not recognize this architecture"),
-        ({"model_type": "t5"}, "no causal language model that transformers runs: it cannot be sampled or trained here"),
+        ({"model_type": "t5"}, "not a causal language model that transformers can run: it cannot be sampled or trained here"),
         ({"hidden_size": "wide"}, "expected int, got str"),
         ({"hidden_act": "nosuch"}, "it names an unknown 'nosuch'"),
     ],
@@ -317,7 +317,7 @@ def test_a_model_in_the_hubs_cache_needs_no_network(monkeypatch: pytest.MonkeyPa
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=r"Cannot reach the hub for 'someone/something'\. Name a local folder"):
+    with pytest.raises(ModelError, match=r"Cannot reach the hub for 'someone/something'\. Pass a local model folder"):
         model_folder("someone/something")
     with pytest.raises(ModelError, match="There is no model 'a/b/c'"):
         model_folder("a/b/c")

@@ -407,7 +407,7 @@ def test_a_reason_that_does_not_lead_to_the_record_says_so(database: Database) -
     found = page.read("/api/episodes/2")["advantage"]
     assert found["agrees"] is False
     assert "the update recorded 0.25" in found["how"]
-    assert "it was left out, as where sampler and trainer differ" in page.read("/api/episodes/1")["advantage"]["how"]
+    assert "it was left out, because sampler and trainer differ" in page.read("/api/episodes/1")["advantage"]["how"]
 
 
 def test_returns_are_computed_token_by_token_where_the_record_agrees(database: Database) -> None:

@@ -124,7 +124,7 @@ def test_an_unknown_key_of_the_environment_is_refused_too() -> None:
         ("epochs: !!bool maybe", "an invalid value"),
         ("epochs: !!timestamp soon", "an invalid value"),
         ("seed: 0x" + "f" * 10_000, "a number of 10002 digits is too large"),
-        ("a0: &a0 {x: 1}\na1: {<<: [*a0, *a0]}", r"aliases are not supported; write out what \*a0 in full"),
+        ("a0: &a0 {x: 1}\na1: {<<: [*a0, *a0]}", r"aliases are not supported; write the value of \*a0 in full"),
         ("a: &a [*a]", "aliases are not supported"),
         ("? " + "x" * 100_000 + "\n: 1", "Unknown option 'xxx"),
         (f"name: {'x' * 2_000_000}", "is larger than 1048576 bytes"),
@@ -280,7 +280,7 @@ def test_older_names_of_keys_still_work_in_files_assignments_and_stored_configs(
     ):
         assert (made.dataset.max_tasks, made.eval.group_size) == (3, 2)
     assert keys_of({"max_samples": 3}) == {"dataset.max_tasks": 3}
-    with pytest.raises(ConfigError, match=r"'eval\.samples' and 'eval\.group_size' are two names of one option"):
+    with pytest.raises(ConfigError, match=r"'eval\.samples' and 'eval\.group_size' are the same option"):
         resolve(assignments=("eval.group_size=3", "eval.samples=2"))
 
 

@@ -167,7 +167,7 @@ def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_att
     worker = Worker(sqlite, group_of(sqlite), [ANSWER] * 2).takes(2)
     for _ in range(RESENDS):
         worker.driver.poll_calls()
-    with pytest.raises(InfraError, match="sent 6 times and not answered"):
+    with pytest.raises(InfraError, match="sent 6 times without an answer"):
         worker.driver.poll_calls()
     assert set(values(sqlite, "SELECT status FROM episodes")) == {"running"}
     assert set(values(sqlite, "SELECT sends FROM tool_calls")) == {RESENDS + 1}

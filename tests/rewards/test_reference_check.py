@@ -88,7 +88,7 @@ def test_submit_says_that_a_tiny_model_knows_one_env(tmp_path: Path, home: Path)
     (folder / "training.json").write_text('{"stage": "sft", "base": "tiny", "env": "arithmetic"}')
     asked = {"dataset.name": "qa", "model.path": str(folder)}
     (remark,) = [each for each in prepare(None, build(asked)).remarks if "was trained only for" in each]
-    assert "the env 'arithmetic' alone: in 'qa' it writes noise" in remark
+    assert "the env 'arithmetic': in 'qa' it writes noise" in remark
     assert not [
         each for each in prepare(None, build(asked | {"dataset.name": "arithmetic"})).remarks if "was trained only for" in each
     ]

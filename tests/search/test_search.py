@@ -265,7 +265,7 @@ def test_the_score_is_the_mean_over_tasks_of_what_is_done() -> None:
 def test_a_prompt_fills_its_places_and_nothing_else() -> None:
     text = Prompt('{question} is {{json: {"a": 1}}} {other} {question.__class__} {0}')
     assert text.format(question="{other}") == '{other} is {{json: {"a": 1}}} {other} {question.__class__} {0}'
-    with pytest.raises(ValueError, match="no place for 'answer'"):
+    with pytest.raises(ValueError, match="no placeholder for 'answer'"):
         text.format(answer=1)
     with pytest.raises(ValueError, match="pass the values"):
         text.format("x")
@@ -323,7 +323,7 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
         "search.max_rollouts has no effect with apo. It takes search.batch",
     ),
     "a group's size": ({"rollout.group_size": 4}, "rollout.group_size has no effect with apo. Set search.group_size"),
-    "a length": ({"iterations": 4}, "apo decides itself how long it takes"),
+    "a length": ({"iterations": 4}, "apo sets its own length"),
     "a clip": ({"algorithm.clip_low": 0.1}, "Only algorithm.name has an effect with apo"),
     "rounds of what has none": (
         {"algorithm.name": "fast", "search.rounds": 2},

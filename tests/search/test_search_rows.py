@@ -170,7 +170,7 @@ def test_named_held_out_tasks_are_taken_from_the_others() -> None:
     ("values", "tasks", "said"),
     [
         ({}, 10, "10 tasks are too few: 4 for selection, 6 held out, and the rest for edits"),
-        ({"algorithm.name": "fast", "eval.every": 1}, 10, "fast chooses nothing, and measures nothing"),
+        ({"algorithm.name": "fast", "eval.every": 1}, 10, "fast has no evaluation"),
     ],
 )
 def test_too_few_tasks_are_refused(values: Any, tasks: int, said: str) -> None:

@@ -249,7 +249,7 @@ def test_an_iteration_shows_how_the_version_that_it_sampled_with_did(database: D
 
 def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(database: Database) -> None:
     planning.submit(database, measured(every=1))
-    with pytest.raises(NotFoundError, match="No policy version of 'first' was measured yet"):
+    with pytest.raises(NotFoundError, match="No policy version of 'first' was evaluated yet"):
         find_stored_policy(database, "first", "best")
     with pytest.raises(NotFoundError, match="'first' has no policy version 99; 0 is the newest"):
         find_stored_policy(database, "first", 99)

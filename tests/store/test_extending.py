@@ -147,7 +147,7 @@ def _collected(db: Database) -> None:
     ("made", "error", "said"),
     [
         (_decaying, ConfigError, r"falls to 0 at its end \(update.decay=linear\)"),
-        (_cancelled, StateError, "cancelled for good"),
+        (_cancelled, StateError, "cancelled and cannot be extended"),
         (_long, ConfigError, "the maximum is"),
         (_collected, CheckpointError, "Policy version 1, .* was collected on"),
         (lambda db: planning.submit(db, submission(kind="eval")), StateError, "does not train"),

@@ -229,7 +229,7 @@ def test_without_the_token_nothing_is_told_and_nothing_runs(loopback: Server, au
         ("echo", b'{"arguments": {"text": "\xff"}}', 422, "body: Invalid JSON"),
         ("echo", b'{"arguments": {"text": "\\ud800"}}', 422, "body: Invalid JSON"),
         ("echo", b'{"arguments": ' + b'{"a": ' * 50_000 + b"1" + b"}" * 50_001, 422, "recursion limit"),
-        ("echo", b'{"arguments": {"text": "' + b"x" * 1_000_000 + b'"}}', 413, "at most 1000000 are read"),
+        ("echo", b'{"arguments": {"text": "' + b"x" * 1_000_000 + b'"}}', 413, "at most 1000000 are accepted"),
     ],
 )
 def test_what_no_caller_should_send_is_refused_in_a_sentence(
@@ -460,7 +460,7 @@ def test_a_session_without_calls_is_put_away_and_one_at_work_is_not(box: None) -
         assert told[1].content == "'awake'"
         sessions.open()
         await gone(sessions)
-        with pytest.raises(NotFoundError, match="not used for 0 s"):
+        with pytest.raises(NotFoundError, match="was idle for 0 s"):
             await sessions.run(name, partial(kept, "1"))
 
     asyncio.run(idled())

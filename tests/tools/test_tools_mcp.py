@@ -331,5 +331,5 @@ def test_the_command_line_takes_tools_and_shows_what_was_recorded(
 
 def test_tools_that_were_told_of_but_not_asked_for_are_refused(tmp_path: Path, own_database: Database) -> None:
     strange = ServedTool(server="mcp:x", name="y", parameters={"type": "object"})
-    with pytest.raises(ConfigError, match="'mcp:x', which is not among the tools"):
+    with pytest.raises(ConfigError, match="'mcp:x', which is not in `tools`"):
         prepare(own_database, asked(tmp_path).model_copy(update={"served_tools": (strange,)}))

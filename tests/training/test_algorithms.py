@@ -322,7 +322,7 @@ def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: floa
         return resolve_run(run).algorithm.dual_clip
 
     for within in (1.0, 1 + clip_high):
-        with pytest.raises(ConfigError, match=r"algorithm\.dual_clip=.* is not above 1 \+ clip_high") as refused:
+        with pytest.raises(ConfigError, match=r"algorithm\.dual_clip=.* must be above 1 \+ clip_high") as refused:
             chosen(within)
         assert refused.value.hint == f"Set algorithm.dual_clip above {1 + clip_high:g}, or to 0 for none."
     assert [chosen(beyond) for beyond in (0.0, 1.3)] == [0.0, 1.3]

@@ -355,7 +355,7 @@ def test_a_group_of_one_never_has_variance() -> None:
 
 def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(own_database: Database, home: Path) -> None:
     commit(own_database, claim_training(own_database, begin(own_database, VARIED, VARIED)))
-    with pytest.raises(ConfigError, match="an eval run has none"):
+    with pytest.raises(ConfigError, match="an eval run has no updates"):
         prepare(own_database, build({"dataset.name": "arithmetic", "rollout.dynamic_sampling": 2}), "eval")
     with pytest.raises(ConfigError, match=r"rollout\.dynamic_sampling: fixed when"):
         prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], "rollout.dynamic_sampling": 2}))

@@ -144,7 +144,7 @@ def test_what_takes_a_task_and_a_model_may_be_an_agent(function: Callable[..., A
         (crowded, "cannot be called with a task and a model: missing"),
         (Agent, "is a class without rollout"),
         (quick, "is a lambda"),
-        (yields, "yields"),
+        (yields, "is a generator"),
     ],
 )
 def test_what_cannot_be_called_as_an_agent_says_how_to_write_one(function: Callable[..., Any], said: str) -> None:
@@ -194,7 +194,7 @@ def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run(
     function = told(**{"agent.name": f"{HERE}:solve"})
     assert "is your own code and runs without a sandbox, with your rights." in function
     assert "starts again, and so do the side effects of its tools" in function
-    assert "The tools of the env 'arithmetic' are not offered" in function
+    assert "The tools of the env 'arithmetic' are not used" in function
     assert "sandbox" not in told(**{"agent.name": "cmd:sh"})
     assert "program runs without a sandbox" in told(**{"agent.name": "cmd:sh", "agent.unsafe": True})
     assert told() == ""

@@ -73,7 +73,7 @@ def test_garbage_and_bombs_are_refused_in_the_exporters_form_and_leave_nothing(s
         body, kind, encoding = hostile_export(name)
         refused = post(served, key, body, kind, **({"content_encoding": encoding} if encoding else {}))
         assert (refused.status_code, refused.headers["content-type"]) == (400, kind), name
-        assert b"These are no traces" in refused.content, name
+        assert b"Cannot read the traces" in refused.content, name
         assert value(stage.db, "SELECT count(*) FROM annotations") == 0, name
 
 

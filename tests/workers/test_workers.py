@@ -264,7 +264,7 @@ def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
         driver.handle([driver.inbox.get(timeout=60)])
     for _ in range(RESENDS):
         driver.poll_calls()
-    with pytest.raises(InfraError, match="sent 6 times and not answered"):
+    with pytest.raises(InfraError, match="sent 6 times without an answer"):
         driver.poll_calls()
 
 
@@ -474,7 +474,7 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
     play(driver, turns=2)
     for _ in range(RESENDS):
         driver.poll_calls()
-    with pytest.raises(InfraError, match="sent 6 times and not answered"):
+    with pytest.raises(InfraError, match="sent 6 times without an answer"):
         driver.poll_calls()
     first = values(sqlite, "SELECT detail FROM events WHERE kind = 'waiting' ORDER BY id")[0]
     assert "sent once without an answer. Is a tools worker running?" in first, "said with the first call that is overdue"
