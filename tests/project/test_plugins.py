@@ -45,7 +45,7 @@ def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monke
 
 @pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])
 def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be found|is not a path"):
+    with pytest.raises(ConfigError, match=r"cannot be found|is not a path"):
         find("rewards", path)
 
 
