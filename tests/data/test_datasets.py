@@ -94,6 +94,13 @@ def test_every_published_gold_answer_earns_the_whole_reward(published_gsm8k: Pat
     assert poor == []
 
 
+def test_lines_of_a_rows_texts_end_with_lf(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "def f():\r\n    pass\r\n"}], "answer": "a\r\nb"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (task,) = load_tasks(DatasetConfig(name=str(tmp_path / "rows.jsonl"))).tasks
+    assert (task.messages[0].content, task.reference) == ("def f():\n    pass\n", "a\nb")
+
+
 def test_every_published_demonstration_is_well_formed_and_calls_the_calculator_where_it_can(published_gsm8k: Path) -> None:
     gsm8k = find("datasets", "gsm8k")
     tasks = list(gsm8k.load("test"))

@@ -336,7 +336,7 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters, and return it.
+    """Check that a value is text, not empty and without control characters, and return it with LF as the end of its lines.
 
     Raises:
         ValueError: it is not; the message names the value.
@@ -345,6 +345,7 @@ def plain_text(name: str, value: object) -> str:
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")
     if not value.strip():
         raise ValueError(f"{name!r} is empty")
+    value = value.replace("\r\n", "\n")
     control = CONTROL.search(value)
     if control:
         raise ValueError(f"control character U+{ord(control.group()):04X} in {name!r} (character {control.start() + 1})")
