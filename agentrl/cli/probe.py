@@ -1,4 +1,4 @@
-"""Facts about torch and models as JSON, found in a process of its own so that commands import neither torch nor transformers.
+"""Facts about torch and models as JSON, read in a separate process, so that commands import neither torch nor transformers.
 
 `python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `sampler FOLDER|NAME CONFIG DEVICE`,
 `optimizer NAME DEVICE`; see `cli.probe_process`.

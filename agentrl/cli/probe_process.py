@@ -1,4 +1,4 @@
-"""Queries of `cli.probe` in a process of its own, so that commands import neither torch nor transformers."""
+"""Queries of `cli.probe` in a separate process, so that commands import neither torch nor transformers."""
 
 import json
 import subprocess

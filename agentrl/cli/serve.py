@@ -1,4 +1,4 @@
-"""`agentrl serve`: a policy for any client that speaks the OpenAI API; what it says is recorded, and nothing is trained."""
+"""`agentrl serve`: a policy for any client of the OpenAI API. Turns are recorded; nothing is trained."""
 
 import json
 from collections.abc import Iterator

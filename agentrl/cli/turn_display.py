@@ -1,4 +1,4 @@
-"""The display of a turn while it is sampled: words as they come, the thought dimly, calls once they are whole."""
+"""The display of a turn while it is sampled: words as they arrive, thoughts dimmed, calls when they are complete."""
 
 import json
 import re
@@ -13,7 +13,7 @@ PLAIN, DIM = "", "italic dim"
 
 
 class Voice:
-    """Takes a turn's text in pieces and writes the part that is for people.
+    """A writer that gets a turn's text in pieces and prints the part for people.
 
     Args:
         write: shows a text in rich's style of that name.

@@ -1,4 +1,4 @@
-"""Emitters: what an agent, a tool or a hook says about its episode while it is at work, kept as annotations.
+"""Emitters: agents, tools and hooks write annotations of their episode while they run.
 
     agentrl.emit_reward(0.5)                            # of the episode; emit_reward({"exact": 1, "short": 0.2}) names parts
     agentrl.emit_message("the plan is to add first")

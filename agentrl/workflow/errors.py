@@ -1,4 +1,4 @@
-"""One error class per boundary. A message says what was asked, what was found and what to type next.
+"""One error class per boundary. A message says what is wrong, with the value, and what to type next.
 
 Every class carries the exit code that the command line returns for it. The model's own mistakes are never errors: they
 become observations or a `stop_reason` (see `agent`).

@@ -54,7 +54,7 @@ class Hook:
 
 
 class LoggingHook(Hook):
-    """Writes what happens into the workers' logs (`agentrl logs`): rollouts with their rewards, updates, evaluations, ends."""
+    """A hook that logs rollouts with their rewards, updates, evaluations and ends of runs (`agentrl logs`)."""
 
     def on_rollout_end(self, episode: Episode) -> None:
         """Log its reward."""

@@ -1,4 +1,4 @@
-"""The chains of an episode: which steps make a training row, what stands before them, and which steps train.
+"""The chains of an episode: which steps form a training row, what precedes them, and which steps train.
 
 A chain is a run of steps each of which continues the one before token for token. It may begin with tokens of another one's
 line, which are its context and train in the chain that sampled them: each sampled token trains once.

@@ -144,7 +144,7 @@ def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_
         agentrl.open(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="empty text"):
         agentrl.open("")
-    with pytest.raises(ConfigError, match="no policy version"):
+    with pytest.raises(ConfigError, match="not a policy version"):
         store.run("first").policy("newest")
     with pytest.raises(NotFoundError, match="there is no best version"):
         _ = store.run("first").best

@@ -357,7 +357,7 @@ def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(o
     commit(own_database, claim_training(own_database, begin(own_database, VARIED, VARIED)))
     with pytest.raises(ConfigError, match="an eval run has no updates"):
         prepare(own_database, build({"dataset.name": "arithmetic", "rollout.dynamic_sampling": 2}), "eval")
-    with pytest.raises(ConfigError, match=r"rollout\.dynamic_sampling: fixed when"):
+    with pytest.raises(ConfigError, match=r"rollout\.dynamic_sampling: fixed by"):
         prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], "rollout.dynamic_sampling": 2}))
     stored = prepare_stored(own_database, *resolve(flags={"source.runs": ["first"]}))
     fork = prepare_fork(own_database, ForkRequest(episode=1, step=0, n=1))

@@ -1,1 +1,1 @@
-"""Who runs agents: one process for each episode, watched, bounded, ended whole."""
+"""The agents worker: one process for each episode, supervised, limited and ended with all its children."""

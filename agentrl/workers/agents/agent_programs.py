@@ -1,4 +1,4 @@
-"""Where an agent is started, and with what: a function in its worker's folder, a program in a sandbox and a folder of its own.
+"""How an agent is started: a function in its worker's folder, a program in a sandbox with its own folder.
 
 A program runs what the model wrote. In bubblewrap it sees the system and the folder of the files that its command names, both
 read-only, and its own folder; of the network it sees one address, which leads to the endpoint. `network: all` gives it the

@@ -1,4 +1,4 @@
-"""The `agents` job: run the agent of one attempt of one episode, from its claim to the row that says how it ended.
+"""The `agents` job: run the agent of one attempt of an episode, from its claim to the row with its outcome.
 
 The agent gets a key that opens its episode alone, and another one for its annotations; the row has the first one's hash. What
 it returns travels by this job, never by the endpoint. A worker that is lost takes its agents along: the episode begins anew

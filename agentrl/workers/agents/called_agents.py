@@ -1,4 +1,4 @@
-"""Function agents that are called in this very process, each in a thread of its own, with what they capture.
+"""Function agents that are called in this process, each in its own thread, with the objects that they capture.
 
 Nothing holds them: of an agent's limits its time alone is kept, and one that does not return then is left alone. They read
 their model from `llm`, not from the environment, of which the process has one.

@@ -1,4 +1,4 @@
-"""What keeps an agent without a sandbox from its worker: it can neither signal a process outside nor read one.
+"""The Landlock domain of an agent without a sandbox: it can neither signal nor read processes outside.
 
 Linux scopes signals by Landlock's domains from 6.12 on (ABI 6), and lets nobody in a domain look into a process outside of it:
 its environment and its memory, also of the same user. Root gives up the capabilities that would let it look all the same. No

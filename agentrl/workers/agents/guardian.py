@@ -1,4 +1,4 @@
-"""The guardian of one agent: starts it, watches what it uses, ends it whole with all that it started, and reports.
+"""The supervisor of one agent: starts it, watches its limits, ends it with all its children, and reports.
 
 It is a process of its own, forked by the agent server, the `Warden` that ends what is left where something kills it. What
 the agent starts and leaves becomes the guardian's child (it is a subreaper), so nothing outlives it; it ends, and ends the

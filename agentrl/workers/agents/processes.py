@@ -1,4 +1,4 @@
-"""Agents' processes as their worker holds them: warm interpreters by agent, and one guardian for each running agent."""
+"""The processes of a worker's agents: warm interpreters by agent, and one supervisor (`guardian`) per running agent."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A warm interpreter makes one call to nobody with the SDK that its agent's module has imported, before any agent is forked.
+"""A rehearsal: a warm interpreter makes one local call with the agent's SDK before any agent is forked.
 
 What such an SDK imports and builds at its first call (the connection's modules, the answers' types) takes some 80 ms of a
 processor, and every agent would do it again; the forks of an interpreter that has called once find it there. Another 25 ms

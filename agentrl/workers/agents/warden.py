@@ -1,4 +1,4 @@
-"""The warden of an interpreter's guardians: should something kill one, what its agent left is ended, in whatever session it is.
+"""The warden of an interpreter's guardians: if one is killed, it ends the processes that its agent left, in any session.
 
 It is the interpreter itself, the next subreaper above its guardians: what loses its guardian becomes its child, and nothing
 else does. The agent can reach it no more than its guardian. It holds each guardian's connection, so that the worker hears of
@@ -17,7 +17,7 @@ from agentrl.workers.agents import guardian
 
 @dataclass
 class Warden:
-    """Watches the guardians that this process forks.
+    """A watcher of the guardians that this process forks.
 
     Args:
         control: over which the worker sends a descriptor for each episode; no guardian keeps it.

@@ -87,7 +87,7 @@ def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
 
 @dataclass
 class AgentRollout:
-    """Drives the unfinished episodes of one group; live until they end or the group's fence is among the `lost`.
+    """A driver of the unfinished episodes of one group; live until they end or the group's fence is among the `lost`.
 
     Args:
         max_context: the most tokens that fit into one row of the model.
@@ -445,7 +445,7 @@ def _is_lost(state: AgentState) -> bool:
 
 @dataclass(frozen=True)
 class AgentSampling:
-    """Decides how a group's turns are sampled."""
+    """The rules by which a group's turns are sampled."""
 
     db: Database
     work: GroupWork
@@ -520,7 +520,7 @@ class AgentSampling:
 
 @dataclass(frozen=True)
 class AgentRecords:
-    """Builds the records of a group's turns, one per choice."""
+    """A builder of the records of a group's turns, one per choice."""
 
     work: GroupWork
     chat: Chat

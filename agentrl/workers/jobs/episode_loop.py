@@ -30,7 +30,7 @@ from agentrl.workflow.trajectory import Episode, Message, Step, StopReason
 
 @dataclass
 class GroupRollout:
-    """Drives the unfinished episodes of one group, and `is_live` until they end or the group's fence is among the `lost`."""
+    """A driver of the unfinished episodes of one group; `is_live` until they end or the group's fence is among the `lost`."""
 
     db: Database
     work: GroupWork

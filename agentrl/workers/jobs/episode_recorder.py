@@ -1,4 +1,4 @@
-"""Commits of a group's episodes, whatever decides the next turn.
+"""Commits of a group's episodes, for the built-in loop and for agents.
 
 A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then may the calls be sent.
 *Observed*: all results, in the order of the calls; only then may the policy read them. At the end judges are asked through rows

@@ -68,7 +68,7 @@ class LoadedModel:
 
 @dataclass
 class Models:
-    """Hands out the loaded base; the module's docstring has the order of waiting jobs."""
+    """The slot with the loaded base model; the module's docstring has the order of waiting jobs."""
 
     _key: str = ""
     _loaded: LoadedModel | None = None

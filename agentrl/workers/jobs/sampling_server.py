@@ -68,7 +68,7 @@ class EpisodeServer(Protocol):
 
 @dataclass(eq=False)
 class SamplingServer:
-    """Serves the episodes that are held; `address` is where, as host:port, `rows` where their keys are known."""
+    """A server for this worker's episodes; `address` is its host:port, `rows` looks up keys."""
 
     address: str = ""
     rows: Callable[[], Database] = database

@@ -1,4 +1,4 @@
-"""What a page may do that was started with `--actions`: commands of agentrl in processes of their own, one of a kind at a time.
+"""The actions of a page started with `--actions`: commands of agentrl in separate processes, one of a kind at a time.
 
 The page sends numbers and words, never a command: what is run is made here, of the same words that it shows to be copied.
 """

@@ -1,4 +1,4 @@
-"""Who may come in: by the name that was called, by a token where others reach the page, by where a request was sent from.
+"""Access control of the page: host name, token (if other machines can reach it) and origin of each request.
 
 A page of another site can make this browser ask at 127.0.0.1, also under a name of its own that leads there: so a foreign
 `Host` is refused, and what is more than reading wants a header that no other site can send. Nothing here is cross-origin.
@@ -72,7 +72,7 @@ class Rules:
 
 
 class RequestGuard:
-    """Refuses requests before the application sees them, and adds the headers that bind the browser."""
+    """A guard that refuses requests before the application sees them, and adds security headers to responses."""
 
     def __init__(self, app: App, rules: Rules) -> None:
         """Stand before the application."""

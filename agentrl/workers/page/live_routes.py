@@ -1,4 +1,4 @@
-"""What is new, as server-sent events: one look a while at each run that somebody looks at, whoever and how many they are.
+"""Live updates as server-sent events. Each watched run is read once per interval, for all its clients.
 
 An event's id says what its page has: the number of iterations that are over, and a mark of the rest. A browser that was cut
 off sends it back, and is told what came since.

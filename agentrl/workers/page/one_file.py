@@ -1,4 +1,4 @@
-"""The page as one file that asks nobody for anything: its modules, styles and recorded answers in one document.
+"""The page as one file without requests: modules, styles and recorded answers in one document.
 
 A module becomes a function that returns what it exports, so that no two modules share a name. The file's policy names the one
 script and the one style by their hashes: whatever a recorded text holds, nothing else runs.

@@ -1,4 +1,4 @@
-"""The page's server: one process, one address, until it is told to end."""
+"""The page's server: one process, one address, until it is stopped."""
 
 import asyncio
 import signal

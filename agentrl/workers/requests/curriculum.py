@@ -1,4 +1,4 @@
-"""Tasks chosen and ordered by how often stored episodes solved them, of whatever run."""
+"""Curriculum: tasks chosen and ordered by how often stored episodes of any run solved them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The run of `agentrl serve`: how a policy is sampled for whoever calls, and what is stored of it."""
+"""The run of `agentrl serve`: how the policy is sampled for clients, and what is stored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

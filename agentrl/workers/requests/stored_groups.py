@@ -1,4 +1,4 @@
-"""Training on stored groups: a run that makes no episodes of its own, with the config of the runs that made them.
+"""Training on stored groups: a run that samples no episodes, with the config of the runs that sampled them.
 
 Model, dataset, env and sampling were decided when the episodes were made; only crediting and training can be chosen.
 """

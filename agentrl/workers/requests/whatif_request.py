@@ -1,4 +1,4 @@
-"""What-if requests: the algorithms to compare on a past update, and their options. Writes nothing, loads no model."""
+"""Requests of whatif: the algorithms to compare on a past update, and their options. Writes nothing, loads no model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the endpoint answers: routes, keys, limits. Calls that its door lets in are forwarded.
+"""The endpoint's application: routes, keys, limits. Authenticated calls are forwarded to a worker.
 
 `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` take the attempt's key as `Authorization: Bearer KEY` or
 `x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations,
@@ -63,7 +63,7 @@ class Limits:
 
 
 class Authenticator(Protocol):
-    """Whose calls are let in, and to which attempt they belong. `shown` is the key that a call came with, "" if none."""
+    """Authenticates a call and maps it to an attempt. `shown` is the key of the call, "" if none."""
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -100,7 +100,7 @@ class Authenticator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttemptDoor:
-    """Lets in who has an attempt's key."""
+    """An authenticator for the keys of attempts."""
 
     places: Places
 

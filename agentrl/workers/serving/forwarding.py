@@ -1,4 +1,4 @@
-"""One call of a client, forwarded to whichever worker holds its episode, as often as it takes.
+"""A client's call, forwarded to the worker that has its episode, with retries.
 
 A worker may be lost before its answer or in the middle of it. The call is then forwarded again with the same request id, and
 the worker gives the recorded reply, byte for byte; what the client has is compared by its hash and skipped. While no worker

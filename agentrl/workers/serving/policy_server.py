@@ -1,4 +1,4 @@
-"""`agentrl serve`: a policy behind the endpoint, in one process, for whoever calls; no run is trained.
+"""`agentrl serve`: a policy behind the endpoint, in one process, for any client; nothing is trained.
 
 The endpoint's thread takes the calls and forwards them to the sampling server of this very process, as it would to a rollout
 worker's; another thread drives the episodes, whose rows are those of any episode.

@@ -14,7 +14,7 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """Renews leases every third of their life until stopped; reports a claim that was taken over as lost."""
+    """A thread that renews leases every third of their life; it reports a claim that another worker took over as lost."""
 
     db: Database
     lease_seconds: float

@@ -96,7 +96,7 @@ class _Pause:
 
 
 class ReportProcesses:
-    """Keeps a process alive for each report that is due."""
+    """The processes of all due reports, one for each."""
 
     def __init__(self) -> None:
         self._processes: dict[tuple[int, str], ReportProcess] = {}

@@ -48,7 +48,7 @@ LEASE_MARGIN_SECONDS = 30.0
 
 
 class Reporter:
-    """Writes a run to a tracker until the run is over, or the process is to stop."""
+    """A writer of a run to a tracker, until the run has ended or the process is asked to stop."""
 
     def __init__(self, db: Database, report: Report, claim: str) -> None:
         self.db, self.report, self.claim = db, report, claim

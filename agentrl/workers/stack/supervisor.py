@@ -55,7 +55,9 @@ class Child:
 
 
 class Supervisor:
-    """Keeps the children alive until it is stopped, or until no run was active for a while and `stay` is not set."""
+    """A supervisor that keeps its children alive until it is stopped, or until no run was active for a while (without
+    `stay`).
+    """
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where

@@ -1,5 +1,5 @@
-"""kombu's Redis transport with three corrections: data that are no message, and a job that outlived its connection, do not end
-the worker; and the client is not made anew for each command, which is a fifth of a message's cost.
+"""kombu's Redis transport with three corrections: invalid messages, and jobs that outlive their connection, do not end the
+worker; and the client is not made anew for each command, which is a fifth of a message's cost.
 """
 
 from logging import getLogger

@@ -1,4 +1,4 @@
-"""Spans of agent-lightning 0.3 and of OpenLLMetry, on which it stands: `gen_ai.prompt.0.content` and the like."""
+"""Spans of agent-lightning 0.3 and of OpenLLMetry, which it uses: `gen_ai.prompt.0.content` and similar."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""GSPO: GRPO's credit, and one ratio for a whole row: the geometric mean of its tokens' ratios.
+"""GSPO: GRPO's credit, and one ratio per row: the geometric mean of its tokens' ratios.
 
 Source: arXiv 2507.18071, equations 5 and 7. A reward belongs to a whole answer, and so does its weight. The mean keeps the
 ratio near 1 however long the answer is, so that the clip is narrow: the paper's 3e-4 and 4e-4. Each row of an episode has one

@@ -1,4 +1,4 @@
-"""What became of an episode, as a sentence for a person."""
+"""The outcome of an episode, as a sentence."""
 
 from collections.abc import Mapping
 from typing import Any

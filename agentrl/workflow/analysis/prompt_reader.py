@@ -18,7 +18,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Renders tasks as a run of the experiment would, in its env, with its tools and its model's template.
+    """A renderer of tasks as a run would render them, with its env, tools and chat template.
 
     Raises:
         ModelError: the folder holds no tokenizer with a template.

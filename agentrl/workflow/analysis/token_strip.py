@@ -17,7 +17,7 @@ ELSEWHERE = "it trains in the chain that sampled it"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that stand together: some of what a step's prompt added, or of what it sampled.
+    """Adjacent tokens of one kind: added by a step's prompt, or sampled.
 
     Args:
         start, end: their places in the line.

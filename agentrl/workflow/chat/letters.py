@@ -1,4 +1,4 @@
-"""Tokens into text as they come, in pieces of whole characters.
+"""Conversion of tokens to text as they arrive, in pieces of complete characters.
 
 A character may be split over several tokens: an incomplete one at the end waits for the rest. Decoders depend on neighbours (a
 word's leading space), so that a token is decoded with those before it.
@@ -21,7 +21,7 @@ OPEN = 4
 
 
 class Letters:
-    """Turns token ids into text as they come; the pieces add up to the text of all ids without the end tokens behind them."""
+    """A decoder of token ids as they arrive; the pieces add up to the text of all ids without the final end tokens."""
 
     def __init__(self, chat: "Chat") -> None:
         self._chat = chat

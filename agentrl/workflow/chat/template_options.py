@@ -1,4 +1,4 @@
-"""Options that a client gives a chat template beside messages and tools, such as `enable_thinking`: what is taken of them.
+"""Options of a client for the chat template, such as `enable_thinking`, and their limits.
 
 A template reads them as variables. They must neither stand in for what is rendered nor for how it is, and they are small.
 """

@@ -30,7 +30,7 @@ class Piece:
 
 
 class TurnStream:
-    """Takes a turn's text as it comes.
+    """A reader of a turn's text as it arrives.
 
     Args:
         tool_format: how its calls are written; `None` if no tool was offered, so that all text is content.

@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are whole or absent, local copies of remote ones, links to epochs, garbage collection."""
+"""Checkpoints: atomically written folders, local copies of remote ones, links to epochs, garbage collection."""

@@ -1,4 +1,4 @@
-"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, beside the checkpoints themselves.
+"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints.
 
 They are rebuilt from the rows: when such a checkpoint is published, when one is asked for, and before `agentrl gc` removes a
 link's target. So a crash in between leaves a link missing or out of date, and none that stays broken.

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder that is whole or absent: written under another name, synced, sealed by a manifest, then renamed.
+"""A checkpoint is a complete folder or none: it is written under another name, synced, sealed by a manifest, then renamed.
 
 `write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last and
 renames. `verify` reads everything back and names the file that is missing, truncated or altered. Only a database row

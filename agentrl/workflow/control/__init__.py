@@ -1,1 +1,1 @@
-"""What is to be done next, decided from rows alone."""
+"""The next actions, decided from rows alone."""

@@ -1,4 +1,4 @@
-"""What the control loop sees: the unfinished work of all runs as plain values, read by `store.control_reads`."""
+"""The input of the control loop: the unfinished work of all runs as plain values, read by `store.control_reads`."""
 
 from dataclasses import dataclass
 

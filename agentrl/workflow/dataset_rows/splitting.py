@@ -1,4 +1,4 @@
-"""Rows divided into two files of JSON lines: whole or not at all, with equal questions on the same side."""
+"""Splitting of rows into two JSON-lines files, written atomically, with equal questions on the same side."""
 
 import errno
 import hashlib

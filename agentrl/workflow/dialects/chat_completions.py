@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: requests read, turns answered whole or as a stream, errors in the API's shape.
+"""`/v1/chat/completions`: parsing of requests, responses at once or as a stream, errors in the API's format.
 
 A reply is made of its turn, its request's id and time alone: the same turn answers a second asking byte for byte. The stream
 of a turn gives its thought and its content as they are sampled, its calls whole once it is over; several choices one after the

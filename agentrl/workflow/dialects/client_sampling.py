@@ -1,5 +1,5 @@
-"""What a client asks of the sampling. Its stop strings always count; the rest only where it decides, in a run of the kind
-`serve`. Elsewhere the run's sampling wins.
+"""A client's sampling options. Stop strings always apply; the others apply only in runs of kind `serve`. Elsewhere the run's
+sampling wins.
 """
 
 from collections.abc import Mapping, Sequence

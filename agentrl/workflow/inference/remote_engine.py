@@ -55,7 +55,7 @@ class Server(Protocol):
 
 
 class ServedEngine:
-    """Samples with a server.
+    """An engine that samples with a server.
 
     Args:
         policy: names the base and the end of its turns; its weights are not read.

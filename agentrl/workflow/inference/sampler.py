@@ -39,7 +39,7 @@ def start(policy: Policy, settings: Settings) -> "RollingEngine":
 
 
 class RollingEngine:
-    """Samples from a `Policy`'s published weights.
+    """An engine that samples from a `Policy`'s published weights.
 
     Args:
         policy: its lock is held during each call of the model, and only then, so that a trainer can take turns.

@@ -1,4 +1,4 @@
-"""A turn while it is sampled: its text in pieces of whole characters, and then its step."""
+"""A turn while it is sampled: its text in pieces of complete characters, and then its step."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

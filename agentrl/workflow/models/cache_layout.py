@@ -1,4 +1,4 @@
-"""What the sampler's slots must hold for each layer of a model, read from its config: keys and values, states, a window.
+"""The contents of the sampler's slots for each layer of a model, from its config: keys and values, states, a window.
 
 A layer that is not known here (compressed or indexed keys, attention in chunks) has no place in a slot; such a model is sampled
 with transformers' own cache (`inference.cache_rows`).

@@ -1,4 +1,4 @@
-"""What an exception says of the device: memory ran out, the device is lost, or neither. The one place that decides it."""
+"""Classification of device errors: out of memory, device lost, or neither. No other module decides this."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

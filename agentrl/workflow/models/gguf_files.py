@@ -1,4 +1,4 @@
-"""A GGUF file as a model folder: its weights dequantised, its tokenizer beside them; made once for each file.
+"""Conversion of a GGUF file to a model folder with dequantised weights and a tokenizer; done once per file.
 
 transformers reads the file, in a process of its own, because a command that names a model has not loaded torch. What is made
 lies in `AGENTRL_HOME/cache/gguf`.

@@ -1,4 +1,4 @@
-"""What an iteration takes of memory, in bytes and part by part, from a model's files: nothing is loaded.
+"""An estimate of an iteration's memory, in bytes by part, from a model's files; no weights are loaded.
 
 What the libraries take for themselves (CUDA: about half a GiB), and what lies free between the parts, is not included. The
 parts are checked against a loaded model and against what autograd saves in `tests/models/test_memory_estimate.py`.

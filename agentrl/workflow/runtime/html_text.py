@@ -1,4 +1,4 @@
-"""The text of an HTML page, read in a process of its own that may be killed.
+"""The text of an HTML page, extracted in a separate process that may be killed.
 
 A lenient parser takes time quadratic in the length of some broken pages (a megabyte of `<!--` takes hours), and their variety
 has no end. This file is run by itself, as a script, and imports only the standard library.

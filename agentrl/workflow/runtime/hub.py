@@ -1,4 +1,4 @@
-"""Questions to the hub that end: its own client retries for half a minute, and a name server that is silent holds it longer."""
+"""Requests to the hub with a time limit: its client retries for half a minute, and a silent name server delays it longer."""
 
 import os
 import threading

@@ -21,7 +21,7 @@ def log_fields(**fields: object) -> Iterator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a traceback."""
+    """A formatter of records as JSON: `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the object, on one line."""

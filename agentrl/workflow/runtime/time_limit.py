@@ -1,4 +1,4 @@
-"""A time limit on asynchronous work as a whole."""
+"""A time limit for asynchronous work."""
 
 import asyncio
 from collections.abc import Coroutine

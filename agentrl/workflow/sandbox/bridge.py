@@ -138,7 +138,7 @@ def drain(output: int) -> None:
 
 
 class Relay:
-    """Relays frames between the host and the child."""
+    """A relay of frames between the host and the child."""
 
     def __init__(self, child: int, output: int, control: socket.socket, ready: int) -> None:
         self.child = child

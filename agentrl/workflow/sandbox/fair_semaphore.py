@@ -1,4 +1,4 @@
-"""A semaphore for programs: as many at once as there are cores, first come first served. Waiting uses up nobody's limits."""
+"""A fair semaphore for programs: one per core, in order of arrival. Waiting does not count towards a program's limits."""
 
 import threading
 from collections import deque

@@ -1,4 +1,4 @@
-"""Single programs: each runs in a sandbox of its own (cold), or in a fork of a warm one.
+"""Single programs: each runs in its own sandbox (cold), or in a fork of a warm one.
 
 Either way the program finds a fresh interpreter, an empty /tmp and its limits. The fork costs about as much as starting a plain
 interpreter, the cold start three times that.

@@ -1,4 +1,4 @@
-"""Inside: runs one program from beginning to end, in a process of its own.
+"""Inside the sandbox: runs one program from start to end, in its own process.
 
 This file runs inside the sandbox, with whichever interpreter is there. It imports the standard library alone, and little of
 that, late: every run pays for each import.

@@ -1,4 +1,4 @@
-"""A bubblewrap sandbox as its parent holds it: bwrap's process, the first process inside, a control group, a leased user id.
+"""A bubblewrap sandbox from outside: bwrap's process, the first process inside, a control group, a leased user id.
 
 bwrap's `--die-with-parent` follows the thread that started it, not the process: a sandbox started by a short-lived thread dies
 with that thread. So one thread starts all of them and lives as long as this process. A sandbox is ended by killing the first

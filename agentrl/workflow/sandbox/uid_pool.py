@@ -1,4 +1,4 @@
-"""The user a sandbox runs as. Under root: a user id of its own, because the kernel counts processes by user; else this user.
+"""The user of a sandbox. Under root: a separate user id, because the kernel counts processes by user; else this user.
 
 An id is taken by binding an abstract socket named after it: the kernel gives it to one process of this host and takes it back
 when that process is gone, however it ended.

@@ -1,4 +1,4 @@
-"""Inside: a warm interpreter that forks a child with namespaces of its own for each program.
+"""Inside the sandbox: a warm interpreter that forks a child with its own namespaces for each program.
 
 A cold sandbox costs three times as much as its interpreter alone. This one is started once; each program then runs in a fork
 with fresh user, process, mount and IPC namespaces, a fresh /tmp and /dev/shm, no capabilities and the system call filter. The

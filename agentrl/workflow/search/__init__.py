@@ -40,7 +40,7 @@ class Critic(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Rollouts that a search wants next: a group of each task for each of the candidates, those of the first one first."""
+    """A request of a search for rollouts: a group of each task for each candidate, in the order of the candidates."""
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]

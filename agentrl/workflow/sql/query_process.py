@@ -1,4 +1,4 @@
-"""Runs a query that nobody vouches for in a process of its own that may be killed.
+"""Untrusted queries, run in a separate process that may be killed.
 
 Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted; a value of
 Postgres may exceed the memory. A process answers one query after another, and is lost with one that takes too much. This file

@@ -1,4 +1,4 @@
-"""Dynamic sampling: an iteration goes on sampling until enough of its groups have variance, and trains on those alone.
+"""Dynamic sampling: an iteration samples until enough of its groups have variance, and trains only on those.
 
 A group with equal rewards has no advantages, and teaches a group-relative algorithm nothing. With `rollout.dynamic_sampling` N
 an iteration gets as many more groups, of other tasks, as it lacks groups with unequal rewards, until as many have variance as

@@ -44,7 +44,7 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """Questions to the judges of an episode that is over: at its last `step`, judge -> arguments."""
+    """Calls of the judges of an ended episode: at its last `step`, judge -> arguments."""
 
     episode: int
     step: int

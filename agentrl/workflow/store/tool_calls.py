@@ -1,4 +1,4 @@
-"""Tool calls are started once in effect and answered once, whoever runs them and however often they are delivered."""
+"""Tool calls: each takes effect once and is answered once, even if it is delivered several times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sessions of tools: the owner of an episode's interpreter, and the cells from which it can be made again.
+"""Sessions of tools: the owner of an episode's interpreter, and the cells from which it can be rebuilt.
 
 A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool in their order, a fork's after
 those of the steps that it has from its parent. Whoever has it holds a lease, in the row; the result of a call is fenced by

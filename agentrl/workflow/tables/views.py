@@ -1,4 +1,4 @@
-"""Views and functions for people, and the triggers that keep terminal states terminal: SQL created anew after every migration.
+"""Views and functions for people, and the triggers that keep terminal states terminal: SQL that every migration recreates.
 
 A view joins the tables that a question needs, with a researcher's names; none reads a blob. A table that carries the run's name
 comes first, by CROSS JOIN, because SQLite keeps that order whatever its statistics say. An episode's attempt equals that of its

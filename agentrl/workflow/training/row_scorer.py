@@ -40,7 +40,7 @@ def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
 
 
 class RowScorer:
-    """Scores rows at the run's temperature, in microbatches that fit into memory."""
+    """A scorer of rows at the run's temperature, in microbatches that fit into memory."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy

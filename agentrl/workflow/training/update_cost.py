@@ -25,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class UpdateCost:
-    """Measures an update: call `begin`, then `add` for all that the model reads, then `metrics`.
+    """A meter of an update's cost: call `begin`, then `add` for every input of the model, then `metrics`.
 
     Args:
         module: the trained model.

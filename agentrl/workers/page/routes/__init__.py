@@ -1,1 +1,1 @@
-"""What the page asks: a route for each question, and the shapes of the answers as OpenAPI documents them."""
+"""The routes of the page, and the schemas of their answers."""

@@ -1,4 +1,4 @@
-"""What was said of a run's episodes, the texts that it works with, and what a search asked its critic."""
+"""Routes for annotations, prompts and requests of a search to its critic."""
 
 from datetime import datetime
 from typing import Annotated, Any
@@ -86,7 +86,9 @@ class Prompt(BaseModel):
 
 
 class PromptsPage(BaseModel):
-    """Versions of texts; `held_out` is null where nothing was measured, `left_out` counts those of too many groups to read."""
+    """Versions of prompts; `held_out` is null without an evaluation, `left_out` counts versions with too many groups to
+    read.
+    """
 
     rows: list[Prompt]
     next: str

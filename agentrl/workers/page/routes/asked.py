@@ -1,4 +1,4 @@
-"""What every route is given."""
+"""The parameters of every route."""
 
 from typing import Annotated
 

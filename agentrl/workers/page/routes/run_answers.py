@@ -1,4 +1,4 @@
-"""What the routes of runs answer, as OpenAPI documents it."""
+"""The answers of the routes of runs, as OpenAPI schemas."""
 
 from datetime import datetime
 from typing import Any

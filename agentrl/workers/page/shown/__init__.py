@@ -1,1 +1,1 @@
-"""What a route shows: several reads as one look at the store, texts within bounds, tokens with their texts."""
+"""The contents of answers: several reads in one transaction, texts within limits, tokens with their texts."""

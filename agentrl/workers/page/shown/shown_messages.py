@@ -1,4 +1,4 @@
-"""What was put before a model, as an answer shows it."""
+"""A model's input messages, as an answer shows them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

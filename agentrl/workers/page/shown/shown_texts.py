@@ -11,7 +11,7 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """Puts texts into an answer; beside a cut one stand, by its name, its characters (`cut`) and its path (`of`)."""
+    """A writer of texts into an answer; a cut text has its length in `cut` and its path in `of`, by its name."""
 
     def __init__(self, most: int = SHOWN_CHARS, together: int = ANSWER_CHARS) -> None:
         """Take the most characters of one text, and of all."""

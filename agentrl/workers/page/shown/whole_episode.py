@@ -1,4 +1,4 @@
-"""One episode as the page shows it first: its row, its task, some of its turns, what it earned, and what became of it."""
+"""One episode for the page: its row, task, first turns, rewards and outcome."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

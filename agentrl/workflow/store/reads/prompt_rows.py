@@ -1,4 +1,4 @@
-"""The versions of the texts that a run works with, as a page lists them: what `v_resources` says, read for a page at a time."""
+"""The versions of a run's prompts, as in `v_resources`, read one page at a time."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 """Any number of any view as a series over a run's iterations, read in windows of rows: each window gives partial sums, which
-whoever asks adds up.
+the caller adds up.
 """
 
 import math

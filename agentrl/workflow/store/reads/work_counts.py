@@ -1,4 +1,4 @@
-"""Counts of open work, runs and losses, for monitoring: few rows, whatever the size of the store."""
+"""Counts of open work, runs and losses, for monitoring: few rows, for any size of the store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
