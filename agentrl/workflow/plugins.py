@@ -83,7 +83,7 @@ def find(kind: str, name: str) -> Any:
     elif kind in KINDS:
         found = _own_object(kind, name)
     else:
-        raise ConfigError(f"{name!r} ({kind}) is not a path to an object.", "Write package.module:Class.")
+        raise ConfigError(f"{name!r} ({kind}) is not a path to an object.", "Pass package.module:Class.")
     _check(kind, name, found)
     return found
 

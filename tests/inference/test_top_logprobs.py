@@ -167,7 +167,7 @@ def of_llama(top: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("openai", of_vllm([{"token_id:1": math.nan}]), ModelError, "NaN"),
         ("openai", of_vllm([{"token_id:1": 0.5}]), InfraError, "above 0"),
         ("openai", of_vllm([{f"token_id:{n}": -1.0 for n in range(1001)}]), InfraError, "more than 1000 tokens"),
-        ("llamacpp", of_llama(None), ModelError, "does not support top_logprobs"),
+        ("llamacpp", of_llama(None), ModelError, "does not return the likeliest"),
         ("llamacpp", of_llama([{"id": -1, "logprob": -1.0}]), ModelError, "the model has those below"),
         ("llamacpp", of_llama([{"id": 1, "logprob": None}]), ModelError, "NaN"),
         ("llamacpp", of_llama([{"id": 1, "logprob": 2.0}]), InfraError, "above 0"),

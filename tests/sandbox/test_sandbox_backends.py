@@ -579,7 +579,7 @@ def test_doctor_without_a_sandbox_says_what_refuses_and_what_to_install() -> Non
     ended = subprocess.run([sys.executable, "-c", DOCTOR_WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
     state, found, todo = ended.stdout.split("|")
     assert state == "warn"
-    assert "code tools refuse, the rest works. bwrap: " in found
+    assert "code tools are refused, everything else works. bwrap: " in found
     assert "landlock: The landlock sandbox needs" in found
     assert "apt-get install bubblewrap" in todo
 

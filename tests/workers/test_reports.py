@@ -152,7 +152,7 @@ def test_second_process_leaves_a_report_to_the_first(own_database: Database) -> 
     assert not (settings().trackers_dir / "first.jsonl").exists()
     assert events(own_database) == []
     done = agentrl("report", "first", "--to", LINES)
-    assert f"Another process writes {LINES}." in done.stderr
+    assert f"Another process is writing {LINES}." in done.stderr
 
 
 def test_processes_follow_a_run_and_end_with_it(own_database: Database, faults: pytest.MonkeyPatch) -> None:
