@@ -222,7 +222,9 @@ def test_a_machine_whose_bubblewrap_makes_no_sandbox_says_so_before_any_episode(
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match="makes no sandbox here: bwrap: No permissions to create new namespace") as refused:
+    with pytest.raises(
+        ConfigError, match="cannot start a sandbox here: bwrap: No permissions to create new namespace"
+    ) as refused:
         check_held(AgentConfig(name="cmd:python3 agent.py"))
     assert "--agent-unsafe" in refused.value.hint
     check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))

@@ -76,7 +76,7 @@ def test_updates_make_the_policy_better_and_what_it_became_samples_and_is_saved(
 
 
 def test_what_cannot_be_done_by_hand_is_said_in_a_sentence(policy: agentrl.OpenPolicy) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora_r cannot be chosen here"):
+    with pytest.raises(ConfigError, match=r"model\.lora_r cannot change: the model is already open"):
         agentrl.GRPOTrainer(policy, lora_r=8)
     with pytest.raises(ConfigError, match="no option 'learning_rat'"):
         agentrl.GRPOTrainer(policy, learning_rat=1.0)
@@ -84,7 +84,7 @@ def test_what_cannot_be_done_by_hand_is_said_in_a_sentence(policy: agentrl.OpenP
         agentrl.GRPOTrainer(policy, "grop")
     with pytest.raises(ConfigError, match="No env is called"):
         agentrl.RolloutWorker(policy, "arithmetics")
-    with pytest.raises(DatasetError, match="is no task: must have one of"):
+    with pytest.raises(DatasetError, match="is not a valid task: must have one of"):
         agentrl.RolloutWorker(policy).run_episode({"text": "?"})
     with pytest.raises(RewardError, match="nan"):
         agentrl.RolloutWorker(policy, "plain", rewards={"bad": lambda episode: float("nan")}).run_episode("Say.")

@@ -109,7 +109,7 @@ def test_async_agents_classes_and_hooks_are_called_as_they_are(model: str, capsy
 
     (episode,) = trainer(model, env="plain", hooks=[Pays()]).dev(agent=Thinker, train_dataset=ROWS[:1])
     assert (episode.reward, episode.rewards) == (2.0, {"reward": 2.0})
-    assert "Unknown model was not called" in capsys.readouterr().out
+    assert "The agent did not call the model" in capsys.readouterr().out
 
 
 def test_without_an_agent_the_built_in_loop_is_tried(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ def test_what_threads_cannot_do_is_refused_and_what_lived_in_another_process_is_
         made.fit(ROWS, max_staleness=1)
     run = made.fit(solve, ROWS[:1], rewards={"format": 1.0}, epochs=1, tasks_per_iteration=1)
     assert [row.status for row in run.episodes()] == ["done"] * 4
-    with pytest.raises(ConfigError, match=r"'solve' \(agents\) lived in a process that has ended"):
+    with pytest.raises(ConfigError, match=r"'solve' \(agents\) was defined in a process that has ended"):
         find("agents", "agentrl_here:solve")
 
 
@@ -231,7 +231,7 @@ def test_an_agent_that_does_not_return_is_left_alone_at_its_limit_and_where_it_i
     wrong = AgentConfig(name=path_here(lambda task, llm: {"a": float("nan")}, "wrong", settings()))
     report = called_agents.run(wrong, *given, lambda: False)
     assert report is not None
-    assert (report.error_class, report.error) == ("ValueError", "ValueError: a reward is a finite number")
+    assert (report.error_class, report.error) == ("ValueError", "ValueError: a reward must be a finite number")
 
 
 DEBUGGED = """

@@ -47,7 +47,7 @@ def test_data_show_says_which_tiny_model_is_missing(tmp_path: Path, capsys: pyte
     assert f"agentrl sft --dataset {csv} --model tiny" in said
     assert "then pass --model tiny-arithmetic" in said
     said = output(["show", f"arithmetic=0.9,{csv}=0.1", "--model", "tiny"], capsys, code=8)
-    assert "Make another's: agentrl sft --dataset arithmetic" in said
+    assert "Train another's: agentrl sft --dataset arithmetic" in said
 
 
 def test_data_check_counts_what_is_wrong_with_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

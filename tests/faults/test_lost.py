@@ -125,7 +125,7 @@ def test_a_worker_elsewhere_whose_lease_ran_out_is_named_once_by_who_goes_on(own
     ((who, told),) = lost_events(own_database)
     assert who == "far:7"
     assert f"group {groups[0]}" in told
-    assert "near:8 goes on" in told
+    assert "near:8 continues" in told
 
 
 def test_takeover_by_a_restarted_container_names_no_other_worker(own_database: Database) -> None:
@@ -135,7 +135,7 @@ def test_takeover_by_a_restarted_container_names_no_other_worker(own_database: D
         rollout_claims.claim_group(own_database, group, claimant, EXPIRED)
     ((who, detail),) = lost_events(own_database)
     assert who == "box:1"
-    assert "the same worker goes on" in detail
+    assert "the same worker continues" in detail
 
 
 def test_who_hands_a_claim_back_is_not_lost(own_database: Database) -> None:
@@ -153,7 +153,7 @@ def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Dat
     assert train_claims.claim_iteration(own_database, iteration, "far:7/1", EXPIRED) is not None
     assert train_claims.claim_iteration(own_database, iteration, "near:8/2", 60) is not None
     ((who, told),) = lost_events(own_database)
-    assert (who, "iteration 1" in told, "near:8 goes on" in told) == ("far:7", True, True)
+    assert (who, "iteration 1" in told, "near:8 continues" in told) == ("far:7", True, True)
 
 
 def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Database) -> None:

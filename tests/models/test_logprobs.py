@@ -261,7 +261,10 @@ def test_layers_are_computed_again_where_transformers_has_only_the_older_name_fo
 def test_a_model_that_cannot_compute_layers_again_says_so() -> None:
     model = made(PLAIN["tied"])
     causal_model(model).supports_gradient_checkpointing = False
-    with pytest.raises(ModelError, match="Qwen2ForCausalLM cannot do gradient checkpointing"), checkpointing(model, True):
+    with (
+        pytest.raises(ModelError, match="Qwen2ForCausalLM does not support gradient checkpointing"),
+        checkpointing(model, True),
+    ):
         pass
 
 

@@ -101,7 +101,7 @@ def test_layers_that_the_model_has_not_are_named_with_those_that_it_has(tmp_path
     folder = tiny_random(tmp_path / "base")
     for wrong in ("query", "lm_head", "embed_tokens", "norm"):
         config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", wrong]})
-        with pytest.raises(ModelError, match=f"LoRA is to train {wrong}, which are no linear layers .* it has down_proj, "):
+        with pytest.raises(ModelError, match=f"LoRA is to train {wrong}, which are not linear layers .* it has down_proj, "):
             Policy.load(config, str(folder), device="cpu")
     with pytest.raises(ConfigError, match=r"model\.lora_targets"):
         build({"model.lora_targets": []})

@@ -95,7 +95,9 @@ def test_a_postgres_that_cannot_keep_every_text_is_refused_with_the_command_to_t
         connection.execute(text("DROP DATABASE IF EXISTS narrow"))
         connection.execute(text(f"CREATE DATABASE narrow ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0"))
     url = postgres_server.url.set(database="narrow").render_as_string(hide_password=False)
-    with pytest.raises(ConfigError, match=f"'narrow' is kept in {encoding}, .* CREATE DATABASE narrow_utf8 ENCODING 'UTF8'"):
+    with pytest.raises(
+        ConfigError, match=f"'narrow' has the encoding {encoding}, .* CREATE DATABASE narrow_utf8 ENCODING 'UTF8'"
+    ):
         open_database(url)
 
 

@@ -89,7 +89,7 @@ def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default
 
 def test_a_name_of_digits_alone_is_refused_since_it_reads_as_a_runs_number() -> None:
     asked = Experiment(build({"name": "2"}), {})
-    with pytest.raises(ConfigError, match="--name 2 reads as the number of a run"):
+    with pytest.raises(ConfigError, match="--name 2 looks like a run number"):
         submission_of(None, asked, "train", PolicyRef("tiny", "hash"), "arithmetic-tiny", manifest={}, tasks=(), code_hash="")
 
 

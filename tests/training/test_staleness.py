@@ -313,5 +313,5 @@ def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, 
     measured, _ = eval_run_of("first@1", "arithmetic", "test", 2, {})
     for config in (fork.config, stored.config, measured):
         assert config.rollout.max_staleness == 0
-    with pytest.raises(ConfigError, match=r"rollout\.max_staleness: fixed when"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness: fixed by the stored episodes"):
         prepare_stored(own_database, *resolve(flags={"source.runs": ["first"], "rollout.max_staleness": 1}))

@@ -578,7 +578,7 @@ def test_an_altered_checkpoint_is_not_loaded(folder: Path, tmp_path: Path) -> No
     _, trainer = trainer_of(folder, config())
     sealed_folder.write(tmp_path / "v1", trainer.save)
     (tmp_path / "v1" / sealed_folder.STATE).write_text('{"iteration": 7}')
-    with pytest.raises(CheckpointError, match=r"state.json has \d+ bytes where"):
+    with pytest.raises(CheckpointError, match=r"state.json has \d+ bytes instead of"):
         trainer.load(tmp_path / "v1")
 
 

@@ -83,7 +83,7 @@ def test_who_sends_again_in_vain_gives_up_with_the_reason_that_it_heard_last(
         waiting.calls.send_overdue()
     if reason:
         waiting.calls.note_refusal(1, waiting.ids[0][0], reason)
-    with pytest.raises(error, match=reason or "sent 6 times and not answered"):
+    with pytest.raises(error, match=reason or "sent 6 times without an answer"):
         waiting.calls.send_overdue()
 
 
@@ -97,7 +97,7 @@ def test_calls_wait_for_their_turn_where_the_tools_answer_others_but_not_for_eve
         waiting.calls.send_overdue()
     assert waiting.told == []
     pending_calls._replies().answer(10**6)
-    with pytest.raises(InfraError, match="sent 21 times and not answered"):
+    with pytest.raises(InfraError, match="sent 21 times without an answer"):
         waiting.calls.send_overdue()
 
 

@@ -30,7 +30,7 @@ def test_readiness_logs_each_change_once_and_keeps_its_file(tmp_path: Path, capl
         change()
         change()
         assert file.exists() is present
-    assert caplog.messages == ["ready", "not ready: The broker is away. Trying again until it answers.", "ready again"]
+    assert caplog.messages == ["ready", "not ready: The broker is away. Retrying until it answers.", "ready again"]
 
 
 @pytest.mark.slow
