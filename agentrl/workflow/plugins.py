@@ -192,7 +192,7 @@ def _path_hint(module: str = "") -> str:
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
-    return f"{meant}Pass package.module:name; agentrl searches PYTHONPATH and {str(here)!r}."
+    return f"{meant}Pass package.module:name, on PYTHONPATH or in {str(here)!r}."
 
 
 def _import_module(kind: str, name: str, module: str) -> ModuleType:

@@ -327,7 +327,9 @@ def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answer
     file.write_text("\n".join(json.dumps({"question": f"1 + {n}?", "answer": str(n + 1)}) for n in range(4)))
     words = ["submit", "--dataset", str(file), "--model", "tiny", "--dry-run"]
     told = agentrl(capsys, *words, code=8)
-    assert f"agentrl sft --dataset {file} --model tiny; or on another dataset: --dataset arithmetic, " in " ".join(told.split())
+    assert f"agentrl sft --dataset {file} --model tiny. Or train another's: agentrl sft --dataset arithmetic" in " ".join(
+        told.split()
+    )
     agentrl(capsys, "sft", "--dataset", str(file), "--model", "tiny", "--steps", "1")
     assert json.loads(agentrl(capsys, *words, "--json"))["model"].endswith("/tiny-mine")
 

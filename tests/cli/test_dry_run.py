@@ -140,9 +140,9 @@ def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_p
         code, out, told = dry_run(tmp_path / "home", "--dataset", "gsm8k", "--model", NAME, HF_ENDPOINT=address)
     assert (code, out) == (2, "")
     assert told.splitlines() == [
-        "agentrl: The request has 2 faults:",
-        "  gsm8k cannot be loaded: The dataset 'openai/gsm8k' cannot be read: the hub does not answer. Set AGENTRL_GSM8K_DIR "
-        "to the folder that holds train.jsonl and test.jsonl.",
+        "agentrl: The request has 2 errors:",
+        "  gsm8k cannot be loaded: There is no folder 'openai/gsm8k' here, and the hub does not answer. Pass a file or folder "
+        "with rows. Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl.",
         f"  Cannot reach the hub for {NAME!r}. Pass a local model folder, or tiny.",
     ]
 

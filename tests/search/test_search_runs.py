@@ -161,7 +161,7 @@ def test_a_critic_whose_answers_are_no_edits_is_told_of(stack: Stack, critic: Sc
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no critic": ({"search": {}}, "apo asks a critic, and none is named"),
+    "no critic": ({"search": {}}, "apo needs a critic model"),
     "no text": ({"resources": {}}, "No prompt to improve: the agent has no prompt"),
     "a text that nobody reads": (
         {"agent": {}, "resources": {"tone": "Kind."}},

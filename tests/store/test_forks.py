@@ -321,7 +321,7 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
     worker._check_code(work, made)
     later = replace(work, code_hash=made.scoring_hash(anew=True))
     assert later.code_hash != work.code_hash
-    with pytest.raises(ConfigError, match="A file of the rewards of first has changed since the workers that run read it"):
+    with pytest.raises(ConfigError, match="A file of the rewards of first has changed since the running workers read it"):
         worker._check_code(later, made)
 
 
