@@ -125,8 +125,10 @@ def prepare(
     """
     kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
-        tasks = _resolve_tasks(db, config, kind, policy)
+        tasks = _resolve_tasks(db, config, policy)
     experiment = _resolve_experiment(config, kind, tasks.loaded)
+    if kind == "search":
+        tasks = replace(tasks, searched=divide(experiment.config, tasks.loaded.tasks))
     _check_parts(experiment, kind, tasks.loaded.tasks, check)
     engines.check(experiment.engine, experiment.config, trains=kind == "train", trained=_is_trained(policy))
     if experiment.engine.at_url:
@@ -140,11 +142,10 @@ def prepare(
     return PreparedRun(submission, experiment, tasks.loaded.skipped, remarks)
 
 
-def _resolve_tasks(db: Database | None, config: RunConfig, kind: str, policy: PolicyRef | None) -> RunTasks:
+def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None) -> RunTasks:
     loaded = _load_tasks(config, policy)
     chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
-    searched = divide(config, chosen.tasks) if kind == "search" else SearchedTasks(chosen.tasks, {})
-    return RunTasks(replace(loaded, tasks=chosen.tasks), chosen, searched)
+    return RunTasks(replace(loaded, tasks=chosen.tasks), chosen, SearchedTasks(chosen.tasks, {}))
 
 
 def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Experiment:
