@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"resources": {}}, "No prompt to improve: the agent has no prompt"),
     "a text that nobody reads": (
         {"agent": {}, "resources": {"tone": "Kind."}},
-        "resources.tone does nothing: without an agent",
+        "resources.tone has no effect without an agent",
     ),
     "a misspelt algorithm": ({"algorithm": {"name": "appo"}}, "No algorithm is called 'appo'"),
 }
