@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.cli.config_options import AgentName, AgentNetwork, AgentSandbox, AgentUnsafe
 from agentrl.cli.console import Json, format_interval, say, show, show_json
 from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
 from agentrl.cli.options import (
-    AgentName,
-    AgentNetwork,
-    AgentSandbox,
-    AgentUnsafe,
     MinP,
     PolicyName,
     Stop,

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.config_options import with_config_options
 from agentrl.cli.console import Json, say
 from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.ensure_workers import send_run
-from agentrl.cli.options import Assignments, ConfigFile, with_config_options
+from agentrl.cli.options import Assignments, ConfigFile
 from agentrl.cli.plan import show_plan
 from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
 from agentrl.cli.resolve_targets import existing_database, find_stored_start

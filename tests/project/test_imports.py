@@ -43,6 +43,12 @@ def test_what_starts_fast_loads_no_model_library() -> None:
     assert not loaded_by("\n".join(f"import {module}" for module in FAST)) & HEAVY
 
 
+def test_commands_that_read_rows_load_no_config() -> None:
+    """The config's models take as long to build as such a command takes to answer."""
+    modules = ("browse", "watch", "tags", "fork", "whatif", "sql", "logs")
+    assert not loaded_by("\n".join(f"import agentrl.cli.{module}" for module in modules)) & {"pydantic"}
+
+
 def test_a_tools_worker_with_every_plugin_loads_no_model_library() -> None:
     assert not loaded_by(f"import agentrl.workers.jobs.tool_call{PLUGINS}") & HEAVY
 
