@@ -46,6 +46,16 @@ class SourceRow(NamedTuple):
         """Where it stands, for a person: `line 7`, `train.parquet, row 7`."""
         return f"{self.where} {self.number}"
 
+    def columns(self) -> dict[str, Any]:
+        """Return the columns.
+
+        Raises:
+            ValueError: the row cannot be read; the message says why.
+        """
+        if self.values is None:
+            raise ValueError(self.problem)
+        return self.values
+
 
 Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 

@@ -70,13 +70,12 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
     for source in rows:
         key = ""
         try:
-            if source.values is None:
-                raise ValueError(source.problem)
-            key = _key(source.values, source.label, source.number)
-            first, other = seen.setdefault(key, (source.place, source.values))
-            if other != source.values:  # the same row again is passed over, as in every dataset
+            values = source.columns()
+            key = _key(values, source.label, source.number)
+            first, other = seen.setdefault(key, (source.place, values))
+            if other != values:  # the same row again is passed over, as in every dataset
                 raise ValueError(f"the 'task_id' of {first}")
-            task = _task(key, source.values)
+            task = _task(key, values)
         except (ValueError, RecursionError) as error:
             add_problem(problems, f"{source.place}: {f'{key}: ' * bool(key)}{error}", config)
             continue

@@ -72,9 +72,7 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
     mapped = tuple(config.map)
     for source in rows:
         try:
-            if source.values is None:
-                raise ValueError(source.problem)
-            row = _row(source.number, source.values, mapped)
+            row = _row(source.number, source.columns(), mapped)
         except ValueError as error:
             add_problem(problems, f"{source.place}: {error}", config)
             continue
@@ -125,9 +123,7 @@ def read_values(sources: Iterable[SourceRow]) -> tuple[list[Row], list[str]]:
     problems: list[str] = []
     for source in sources:
         try:
-            if source.values is None:
-                raise ValueError(source.problem)
-            rows.append(_row(source.number, source.values))
+            rows.append(_row(source.number, source.columns()))
         except ValueError as error:
             problems.append(f"{source.place}: {error}")
     return rows, problems
