@@ -1,7 +1,8 @@
-"""How migrations change a table that exists."""
+"""What several migrations do: change a table that exists, pause the running runs."""
 
 from contextlib import AbstractContextManager
 
+import sqlalchemy as sa
 from alembic import op
 from alembic.operations import BatchOperations
 
@@ -12,3 +13,9 @@ def alter_table(name: str) -> AbstractContextManager[BatchOperations]:
     Only this table is read before. Reading those that it refers to would double the time in which a new SQLite file is made.
     """
     return op.batch_alter_table(name, reflect_kwargs={"resolve_fks": False})
+
+
+def pause_running_runs() -> None:
+    """Pause the running runs, which follow the rules of an older format; served ones follow none and go on."""
+    running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
+    op.execute(running.bindparams(reason="begun by an older agentrl"))

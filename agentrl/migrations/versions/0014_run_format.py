@@ -1,24 +1,20 @@
 """The format of a run: `runs.key_scheme` becomes `runs.format`, and running runs, which follow older rules, are paused."""
 
 import sqlalchemy as sa
-from alembic import op
 
-from agentrl.migrations.alteration import alter_table
+from agentrl.migrations.alteration import alter_table, pause_running_runs
 
 revision = "0014"
 down_revision = "0013"
 branch_labels = None
 depends_on = None
 
-REASON = "begun by an older agentrl"
-
 
 def upgrade() -> None:
     """Rename the column; new runs name their format, so it has no default."""
     with alter_table("runs") as runs:
         runs.alter_column("key_scheme", new_column_name="format", existing_type=sa.Integer(), server_default=None)
-    running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
-    op.execute(running.bindparams(reason=REASON))
+    pause_running_runs()
 
 
 def downgrade() -> None:

@@ -6,14 +6,13 @@ Updates record how much sampler and trainer differ.
 import sqlalchemy as sa
 from alembic import op
 
-from agentrl.migrations.alteration import alter_table
+from agentrl.migrations.alteration import alter_table, pause_running_runs
 
 revision = "0018"
 down_revision = "0017"
 branch_labels = None
 depends_on = None
 
-REASON = "begun by an older agentrl"
 COLUMNS = ("importance_outside", "effective_sample_size")
 
 
@@ -21,8 +20,7 @@ def upgrade() -> None:
     """Add the columns and pause the running runs."""
     for name in COLUMNS:
         op.add_column("updates", sa.Column(name, sa.Float(precision=53), nullable=True))
-    running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
-    op.execute(running.bindparams(reason=REASON))
+    pause_running_runs()
 
 
 def downgrade() -> None:

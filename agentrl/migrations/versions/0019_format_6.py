@@ -1,20 +1,16 @@
 """Runs have format 6: running runs, which follow older rules, are paused."""
 
-import sqlalchemy as sa
-from alembic import op
+from agentrl.migrations.alteration import pause_running_runs
 
 revision = "0019"
 down_revision = "0018"
 branch_labels = None
 depends_on = None
 
-REASON = "begun by an older agentrl"
-
 
 def upgrade() -> None:
     """Pause the running runs."""
-    running = sa.text("UPDATE runs SET status = 'paused', reason = :reason WHERE status = 'running' AND kind <> 'serve'")
-    op.execute(running.bindparams(reason=REASON))
+    pause_running_runs()
 
 
 def downgrade() -> None:
