@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.workers.stack.process import claim_name
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import run_reports
+from agentrl.workflow.store import leases, run_reports
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.run_reports import Report
 
@@ -63,7 +63,7 @@ class ReportProcess:
 
     def release(self, db: Database) -> None:
         """Let another process write the report at once."""
-        run_reports.release_report(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
+        leases.release_service_lease(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
 
     def kill(self) -> None:
         """End the process and all that it started."""

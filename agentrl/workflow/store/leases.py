@@ -9,7 +9,7 @@ fails after `MAX_DEVICE_LOSSES` of these without progress.
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, select, union, update
+from sqlalchemy import ColumnElement, Connection, delete, func, select, union, update
 
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.planning import IS_AT_WORK, log, set_run_status
@@ -48,6 +48,13 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
         .values(holder=holder, lease_until=until)
     )
     return bool(renewed.rowcount)
+
+
+@transaction
+def release_service_lease(tx: Connection, name: str, holder: str) -> None:
+    """Remove the lease of a service that has ended, if the holder has it."""
+    leases = schema.service_leases
+    tx.execute(delete(leases).where(leases.c.name == name, leases.c.holder == holder))
 
 
 @transaction

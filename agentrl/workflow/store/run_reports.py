@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
@@ -118,13 +118,6 @@ def _is(report: Report) -> tuple[Any, ...]:
 def _change(tx: Connection, report: Report, **values: Any) -> None:
     values = {name: storable(value) if isinstance(value, str) else value for name, value in values.items()}
     tx.execute(update(schema.reports).where(*_is(report)).values(values))
-
-
-@transaction
-def release_report(tx: Connection, lease: str, holder: str) -> None:
-    """End the lease of a process that wrote a report and has ended."""
-    leases = schema.service_leases.c
-    tx.execute(delete(schema.service_leases).where(leases.name == lease, leases.holder == holder))
 
 
 def lease_name(run_id: int, tracker: str) -> str:
