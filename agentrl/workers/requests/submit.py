@@ -81,11 +81,10 @@ def unreported(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class RunTasks:
-    """The tasks of a run, what is known of their difficulty, and what a search uses each for."""
+    """The tasks of a run, and what is known of their difficulty."""
 
     loaded: LoadedTasks
     chosen: ChosenTasks
-    searched: SearchedTasks
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ def prepare(
     with check("dataset"):
         tasks = _resolve_tasks(db, config, policy)
     experiment = _resolve_experiment(config, kind, tasks.loaded)
-    if kind == "search":
-        tasks = replace(tasks, searched=divide(experiment.config, tasks.loaded.tasks))
+    chosen = tasks.chosen.tasks
+    searched = divide(experiment.config, chosen) if kind == "search" else SearchedTasks(chosen, {})
     _check_parts(experiment, kind, tasks.loaded.tasks, check)
     engines.check(experiment.engine, experiment.config, trains=kind == "train", trained=_is_trained(policy))
     if experiment.engine.at_url:
@@ -137,7 +136,20 @@ def prepare(
         model = _resolve_model(experiment, policy)
     with check("chat template"):
         experiment = _resolve_chat(experiment, kind, model, tasks.loaded.tasks)
-    submission = _build_submission(db, experiment, kind, model, tasks, _name_stem(config, kind, policy))
+    submission = submission_of(
+        db,
+        experiment,
+        kind,
+        model.policy,
+        _name_stem(config, kind, policy),
+        manifest=_task_manifest(experiment.env, experiment.config, kind),
+        tasks=searched.tasks,
+        roles=searched.roles,
+        difficulties=tasks.chosen.difficulties,
+        code_hash=experiment.scoring_hash(),
+    )
+    if kind == "train":
+        submission = replace(submission, evaluation=plan_evaluation(db, experiment.config, model.policy))
     remarks = tuple(_list_remarks(db, experiment, submission, model, tasks))
     return PreparedRun(submission, experiment, tasks.loaded.skipped, remarks)
 
@@ -145,7 +157,7 @@ def prepare(
 def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None) -> RunTasks:
     loaded = _load_tasks(config, policy)
     chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
-    return RunTasks(replace(loaded, tasks=chosen.tasks), chosen, SearchedTasks(chosen.tasks, {}))
+    return RunTasks(replace(loaded, tasks=chosen.tasks), chosen)
 
 
 def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Experiment:
@@ -198,24 +210,6 @@ def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks
         system, later = _system_messages(experiment.env, tasks)
         check_template(config.model, folder, system, bool(experiment.tools), later)
     return replace(experiment, config=config)
-
-
-def _build_submission(
-    db: Database | None, experiment: Experiment, kind: str, model: StartingModel, tasks: RunTasks, stem: str
-) -> Submission:
-    return submission_of(
-        db,
-        experiment,
-        kind,
-        model.policy,
-        stem,
-        manifest=_task_manifest(experiment.env, experiment.config, kind),
-        tasks=tasks.searched.tasks,
-        roles=tasks.searched.roles,
-        difficulties=tasks.chosen.difficulties,
-        code_hash=experiment.scoring_hash(),
-        evaluation=plan_evaluation(db, experiment.config, model.policy) if kind == "train" else None,
-    )
 
 
 def _list_remarks(
