@@ -26,7 +26,8 @@ def report(
     from agentrl.workflow.plugins import find
     from agentrl.workflow.store import run_names, run_reports
 
-    db, row = stored_database(), run_names.find_run(stored_database(), run)
+    db = stored_database()
+    row = run_names.find_run(db, run)
     trackers = build({"report.to": to}).report.to if to else ()
     if samples and not trackers:
         raise ConfigError("--report-samples requires --to.", "Add --to wandb.")

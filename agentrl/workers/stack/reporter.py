@@ -69,9 +69,8 @@ class Reporter:
             self.last |= session.last_numbers()
         run_reports.record_opened(self.db, self.report, session.handle, mask_text(session.url, os.environ))
         while True:
-            status = run_reports.load_run_status(
-                self.db, self.report.run_id
-            )  # before the steps: none can follow a status that is final
+            # Read before the steps: none can follow a status that is final.
+            status = run_reports.load_run_status(self.db, self.report.run_id)
             waits = self._write_steps(session)
             if stopping.is_set() or os.getppid() != parent or (status != "running" and not waits):
                 break

@@ -41,10 +41,8 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
     problems: list[str] = []
     for row in islice(read_source(config), config.max_tasks):
         try:
-            if row.values is None:
-                raise ValueError(row.problem)
             kinds = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-            found.append(_demonstration(prefer_mapped(row.values, tuple(config.map), kinds)))
+            found.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), kinds)))
         except ValueError as error:
             add_problem(problems, f"{row.place}: {error}", config)
     if problems:
