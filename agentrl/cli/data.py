@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json
+from agentrl.cli.options import RowsFilter, RowsMap
 from agentrl.cli.plot import histogram
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.runtime.shown_text import one_line
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
     from agentrl.workflow.analysis.prompt_reader import PromptReader
     from agentrl.workflow.config import DatasetConfig, RunConfig
     from agentrl.workflow.datasets import LoadedTasks
-    from agentrl.workflow.trajectory import Task
+    from agentrl.workflow.trajectory import PolicyRef, Task
 
 data = typer.Typer(help="Show, check and split datasets.", no_args_is_help=True)
 
 DatasetName = Annotated[str, typer.Argument(metavar="DATASET", help="A name, a file, a folder or OWNER/NAME, as for submit.")]
 Split = Annotated[str, typer.Option(help="The split.")]
-Map = Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)]
-Filter = Annotated[str | None, typer.Option(help="SQL condition on the columns of rows to keep.", show_default=False)]
 EnvName = Annotated[
     str | None, typer.Option("--env", help="Env whose prompt the rows get [the dataset's].", show_default=False)
 ]
@@ -42,16 +41,16 @@ def show_rows(
     dataset: DatasetName,
     n: Annotated[int, typer.Option("-n", min=1, max=1000, help="Rows to show.")] = 3,
     split: Split = "train",
-    map: Map = None,
-    filter: Filter = None,
+    map: RowsMap = None,
+    filter: RowsFilter = None,
     env: EnvName = None,
     model: Annotated[str | None, typer.Option(help="Model or run whose template is rendered.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
     """Show the first tasks of a dataset; with --model as that model reads them, with their tokens."""
-    config = _run_config(_rows_config(dataset, split, map, filter, n), env, model)
+    config, ref = _run_config(_rows_config(dataset, split, map, filter, n), env, model)
     loaded = _load(config.dataset)
-    reader = _prompt_reader(config, loaded, model) if model else None
+    reader = _prompt_reader(config, loaded, ref) if model else None
     shown = [_describe_task(task, reader) for task in loaded.tasks]
     if as_json:
         show_json(shown)
@@ -75,8 +74,8 @@ def check(
         typer.Option(metavar="NAME", help="Reward to check; repeatable [those of the dataset's env].", show_default=False),
     ] = None,
     split: Split = "train",
-    map: Map = None,
-    filter: Filter = None,
+    map: RowsMap = None,
+    filter: RowsFilter = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -100,12 +99,12 @@ def check(
 
     if samples and not model:
         raise ConfigError("--samples requires a model.", "Add --model MODEL.")
-    config = _run_config(_rows_config(dataset, split, map, filter), env, model)
+    config, ref = _run_config(_rows_config(dataset, split, map, filter), env, model)
     loaded = _load(config.dataset)
     found: dict[str, Any] = {"dataset": dataset, "tasks": len(loaded.tasks)}
     found |= _compare_questions(loaded, config.dataset, against)
     if model:
-        found |= _measure_prompts(loaded, config, model)
+        found |= _measure_prompts(loaded, config, ref)
     names = _comparing_rewards(reward, config.env or loaded.env)
     found |= {"rewards": list(names), "problems": reference_problems([task for task in loaded.tasks if task.reference], names)}
     if samples and model:
@@ -130,8 +129,8 @@ def split_rows(
     share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the questions to hold out.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Chooses which.")] = 0,
     split: Split = "train",
-    map: Map = None,
-    filter: Filter = None,
+    map: RowsMap = None,
+    filter: RowsFilter = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -155,13 +154,13 @@ def _rows_config(
     return build({f"dataset.{key}": value for key, value in given.items() if value is not None}).dataset
 
 
-def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "RunConfig":
-    """The config of a run with the model, or the policy's own, on these rows."""
+def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":
+    """The config of a run with the model, or the policy's own, on these rows; and the policy, None for an untrained model."""
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
 
-    config = find_policy(model)[0] if model else RunConfig()
-    return config.model_copy(update={"dataset": rows, "env": env})
+    config, ref = find_policy(model) if model else (RunConfig(), None)
+    return config.model_copy(update={"dataset": rows, "env": env}), ref
 
 
 def _load(config: "DatasetConfig") -> "LoadedTasks":
@@ -170,14 +169,12 @@ def _load(config: "DatasetConfig") -> "LoadedTasks":
     return load_tasks(config)
 
 
-def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", model: str) -> "PromptReader":
-    from agentrl.cli.resolve_targets import find_policy
+def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", ref: "PolicyRef | None") -> "PromptReader":
     from agentrl.workflow.analysis.prompt_reader import PromptReader
     from agentrl.workflow.chat.templates import resolve_chat
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.models.lookup import existing_model, model_folder
 
-    ref = find_policy(model)[1]
     path = ref.base if ref is not None else existing_model(config.model.path, config.dataset.name)
     folder = model_folder(path, config.model.trust_remote_code)
     made = config.model_copy(update={"env": config.env or loaded.env, "model": resolve_chat(config.model, folder)})
@@ -251,8 +248,8 @@ def _other_tasks(config: "DatasetConfig", against: str | None) -> tuple[str, Seq
         return "", ()
 
 
-def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", model: str) -> dict[str, Any]:
-    reader = _prompt_reader(config, loaded, model)
+def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", ref: "PolicyRef | None") -> dict[str, Any]:
+    reader = _prompt_reader(config, loaded, ref)
     tokens = [reader.read(task).tokens for task in loaded.tasks]
     room = reader.window - config.rollout.max_new_tokens
     return {"prompt_tokens": tokens, "window": reader.window, "too_long": sum(length > room for length in tokens), "room": room}

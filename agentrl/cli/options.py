@@ -14,6 +14,8 @@ ConfigFile = Annotated[
 Assignments = Annotated[
     list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Any key of the config.", show_default=False)
 ]
+RowsMap = Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)]
+RowsFilter = Annotated[str | None, typer.Option(help="SQL condition on the columns of rows to keep.", show_default=False)]
 PolicyName = Annotated[
     str,
     typer.Option(

@@ -28,6 +28,7 @@ from agentrl.cli.offline_options import (
     show_made,
     train_with_progress,
 )
+from agentrl.cli.options import RowsFilter, RowsMap
 from agentrl.cli.resolve_targets import Trust, find_trained_policy, is_stored_policy
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, DatasetError, StateError
@@ -62,8 +63,8 @@ def sft(
         typer.Option("--max-tasks", "--max-samples", min=1, help="Only the first N tasks of the dataset.", show_default=False),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of rows.")] = "train",
-    map: Annotated[str | None, typer.Option(help="Columns to read: question=A,answer=B.C", show_default=False)] = None,
-    filter: Annotated[str | None, typer.Option(help="SQL condition on the columns of rows.", show_default=False)] = None,
+    map: RowsMap = None,
+    filter: RowsFilter = None,
     lora_r: Annotated[
         int | None,
         typer.Option(min=0, help="LoRA rank; 0 trains all weights [8, or 0 below 50M parameters].", show_default=False),
