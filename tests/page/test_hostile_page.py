@@ -476,7 +476,7 @@ def test_a_postgres_that_goes_away_and_comes_back_is_found_again(context: Browse
             assert page.inner_text("h1") == "kept"
             server.stop()
             page.click("nav.tabs >> text=episodes")
-            page.wait_for_selector("main .problem:has-text('cannot be read just now')", timeout=20_000)
+            page.wait_for_selector("main .problem:has-text('cannot be read now')", timeout=20_000)
             server.start()
             page.wait_for_selector("main tbody tr", timeout=20_000)
             assert page.query_selector("main .problem") is None

@@ -74,7 +74,8 @@ def own_postgres(connections: int) -> Iterator[Server]:
         database.close()
         yield made
     finally:
-        control("-m", "immediate", "stop")
+        if (Path(server.pgdata) / "postmaster.pid").exists():  # it runs; a test that failed may have stopped it
+            control("-m", "immediate", "stop")
         shutil.rmtree(folder)
 
 

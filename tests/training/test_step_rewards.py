@@ -351,7 +351,7 @@ def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
     )
     shown = capsys.readouterr()
     assert f"  numeric_answer x 0\n  format x 1\n  {long} x 1\n  tool_use x 1\n  length x 1\n" in shown.out
-    assert "recorded and do not count: numeric_answer. To count them: --reward numeric_answer=1" in shown.err
+    assert "recorded but have weight 0: numeric_answer. To count them: --reward numeric_answer=1" in shown.err
     for wrong in ("format=much", "no_such_reward"):
         assert main(["submit", *flags, "--reward", wrong]) == 2
 
