@@ -23,7 +23,7 @@ from agentrl.api.store_location import StoreLocation
 from agentrl.workers.jobs.model_slot import models
 from agentrl.workers.requests import submit
 from agentrl.workers.serving.endpoint import make_server, publish, serve
-from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack import control_loop, process, worker
 from agentrl.workers.stack.celery_app import use_broker
@@ -194,7 +194,7 @@ def _endpoint() -> Iterator[None]:
     where, db, listening = settings(), process.database(), bind(LOOPBACK, 0)
     app = Endpoint(
         Places(partial(endpoint_reads.find_places, db)),
-        Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds),
+        EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds),
     )
     server, url = make_server(app), url_of(listening)
 

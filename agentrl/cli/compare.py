@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.console import Json, format_interval, say, show, show_json
-from agentrl.cli.eval_pairs import Pair, find_pair
+from agentrl.cli.eval_pairs import EvaluationPair, find_pair
 from agentrl.cli.resolve_targets import stored_reader
 from agentrl.workers.requests.eval_comparison import (
     MEASURES,
@@ -62,7 +62,7 @@ def compare(
         say(remark)
 
 
-def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
+def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator[str]:
     """Remarks on other causes of a difference than the policies, a sentence each."""
     if pair.newest != "yes":
         made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
@@ -70,7 +70,7 @@ def _list_remarks(pair: Pair, document: Mapping[str, Any]) -> Iterator[str]:
     yield from list_remarks(pair.one, pair.other, bool(document["accuracy"]))
 
 
-def _document(pair: Pair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
+def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
     """The JSON document: `difference` and what follows is null if the rewards differ, `accuracy` if the parts behind it do."""
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {

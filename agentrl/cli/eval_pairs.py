@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Pair:
+class EvaluationPair:
     """Two evaluations on one split of a dataset.
 
     `newest`: "yes" if both are the newest of their policies; else what the newest two do not have in common.
@@ -41,7 +41,7 @@ class _Candidate:
     foreign: bool
 
 
-def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> Pair:
+def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> EvaluationPair:
     """Return the most alike pair: by tasks, rewards, sampling, then by not being another run's; among equals the newest.
 
     Args:
@@ -82,12 +82,12 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     found = min(pairs, key=unlike)  # among equals the first, which is the newest
     newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
     if newest == found or newest[0].row["id"] == newest[1].row["id"]:
-        return Pair(found[0].row, found[1].row)
+        return EvaluationPair(found[0].row, found[1].row)
     one, other = (each.row for each in newest)
     if tasks(one["id"]) != tasks(other["id"]):
-        return Pair(found[0].row, found[1].row, "tasks")
+        return EvaluationPair(found[0].row, found[1].row, "tasks")
     same_rewards = compare_rewards(one, other) == compare_rewards(found[0].row, found[1].row)
-    return Pair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
+    return EvaluationPair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
 
 
 def _pairs_on_one_split(

@@ -200,7 +200,7 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
         raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
     where = settings()
     try:
-        with Progress() as progress:
+        with ProgressBar() as progress:
             return training(device=where.device, threads=where.threads, progress=progress)
     except Stopped as stopped:
         say(str(stopped))
@@ -232,14 +232,14 @@ def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_js
     show_json({**told, "examples": made.examples, "left_out": dict(made.left_out), **more})
 
 
-class Progress:
+class ProgressBar:
     """The progress of a training: a bar on a terminal, else a line for every tenth; with the speed and the time left."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._began, self._tokens, self._before = time.monotonic(), 0, 0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         if sys.stderr.isatty():
             from rich.progress import Progress as Bar
 

@@ -12,7 +12,7 @@ from agentrl.workflow.runtime.shown_text import Line, cell
 from agentrl.workflow.trajectory import Episode
 
 if TYPE_CHECKING:
-    from agentrl.workflow.analysis.episode_diff import Comparison, TokenDifference
+    from agentrl.workflow.analysis.episode_diff import EpisodeComparison, TokenDifference
     from agentrl.workflow.store.reads.provenance import Origin
 
 
@@ -58,7 +58,7 @@ def _token_text(base: str, token: int | None) -> str:
     return str(Tokenizer.from_file(str(file)).decode([token], skip_special_tokens=False))
 
 
-def _report_lines(found: "Comparison", ids: tuple[int, int]) -> Iterator[Line]:
+def _report_lines(found: "EpisodeComparison", ids: tuple[int, int]) -> Iterator[Line]:
     left, right = (f"episode {number}:" for number in ids)
     if found.tasks is not None:
         yield f"The episodes have different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"

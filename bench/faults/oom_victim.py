@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from agentrl.workers.stack.process import database
-from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import rollout_claims
 
@@ -20,7 +20,7 @@ def main(cgroup: str, group: str) -> None:
     """Starts the child, sees it die, and looks at it as a supervisor does."""
     (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
     process = subprocess.Popen([sys.executable, "-c", HOARD], stdin=subprocess.PIPE)
-    child = Child("rollout,train", process, time.monotonic())
+    child = SupervisedProcess("rollout,train", process, time.monotonic())
     assert rollout_claims.claim_group(database(), int(group), f"{socket.gethostname()}:{process.pid}/claim", -1.0)
     process.communicate(b"\n")
     assert process.returncode == -signal.SIGKILL, process.returncode

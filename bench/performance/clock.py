@@ -75,11 +75,11 @@ def put_on(clock: Clock) -> None:
 
     import agentrl.workflow.inference.sampling
     from agentrl.workflow.models import logprobs
-    from agentrl.workflow.models.fast_forward import Forward
+    from agentrl.workflow.models.fast_forward import FastForward
 
     modules: Any = torch.nn.Module
     modules.__call__ = clock.measured("forward", modules.__call__)
-    Forward.__call__ = clock.measured("forward", Forward.__call__)  # type: ignore[method-assign]
+    FastForward.__call__ = clock.measured("forward", FastForward.__call__)  # type: ignore[method-assign]
     agentrl.workflow.inference.sampling.sample = clock.measured("draw", agentrl.workflow.inference.sampling.sample)
     logprobs.token_logprobs = clock.measured("logprobs", logprobs.token_logprobs)
     torch.autograd.backward = clock.measured("backward", torch.autograd.backward)

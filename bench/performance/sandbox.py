@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from agentrl.workflow.sandbox import Result
+from agentrl.workflow.sandbox import CodeResult
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.find import find_bwrap
 from agentrl.workflow.sandbox.self_test import interpreters
@@ -47,7 +47,7 @@ def measure() -> Measured:
     return told(times, rates)
 
 
-def right(result: Result) -> None:
+def right(result: CodeResult) -> None:
     """The program ran, and said what it says."""
     if result.output != "1\n":
         raise RuntimeError(f"{CODE} ended as {result}")

@@ -143,7 +143,7 @@ def _reporter_seconds() -> dict[str, float]:
     return totals
 
 
-def _report(db: Database, name: str, run: str = RUN) -> run_reports.Report:
+def _report(db: Database, name: str, run: str = RUN) -> run_reports.TrackerReport:
     return next(each for each in run_reports.list_reports(db, run) if each.tracker == name)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.workers.agents import processes
-from agentrl.workers.agents.guardian import KILLED, Order, Report
+from agentrl.workers.agents.guardian import KILLED, AgentReport, Order
 from agentrl.workers.agents.processes import AgentUnready, servers
 from agentrl.workflow.errors import InfraError
 from tests.support.network_machines import wait_until
@@ -42,13 +42,13 @@ def order(**changes: Any) -> Order:
     return Order(**{**wanted, **changes})
 
 
-def ran(name: str, **changes: Any) -> Report:
+def ran(name: str, **changes: Any) -> AgentReport:
     report = processes.run(order(**changes), f"{MODULE}:{name}", lambda: False)
     assert report is not None
     return report
 
 
-def program(tmp_path: Path, source: str, **changes: Any) -> Report:
+def program(tmp_path: Path, source: str, **changes: Any) -> AgentReport:
     """Python code as a program."""
     wanted = {"folder": str(tmp_path), "files": str(tmp_path), "answer_file": str(tmp_path / "answer.json")}
     report = processes.run(order(command=[sys.executable, "-c", source], **wanted, **changes), "", lambda: False)
@@ -125,7 +125,7 @@ def test_what_broke_away_from_an_agent_ends_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("above", [0, 1], ids=["the guardian", "its warden"])
 def test_what_broke_away_from_an_agent_ends_although_who_watched_it_is_killed(tmp_path: Path, above: int) -> None:
-    note, found = tmp_path / "guardian", list[BaseException | Report | None]()
+    note, found = tmp_path / "guardian", list[BaseException | AgentReport | None]()
     task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
     stopped = threading.Event()
 
@@ -182,7 +182,7 @@ def test_an_agent_whose_import_takes_long_holds_up_no_other(tmp_path: Path, monk
     os.mkfifo(gate)
     source = f"open({str(gate)!r}).read()\ndef solve(task, llm):\n    return 1\n"
     (tmp_path / "slow_agent.py").write_text(source)
-    found: list[Report | None] = []
+    found: list[AgentReport | None] = []
 
     def run() -> None:
         found.append(processes.run(order(), "slow_agent:solve", lambda: False))
@@ -203,7 +203,7 @@ def test_an_agent_that_is_no_longer_wanted_is_not_waited_for_while_it_is_importe
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "endless_agent.py").write_text("import time\ntime.sleep(600)\n")
-    wanted, found = threading.Event(), list[Report | None]()
+    wanted, found = threading.Event(), list[AgentReport | None]()
 
     def run() -> None:
         found.append(processes.run(order(), "endless_agent:solve", wanted.is_set))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.workers.agents import agent_programs, processes
-from agentrl.workers.agents.guardian import Report
+from agentrl.workers.agents.guardian import AgentReport
 from agentrl.workers.agents.processes import servers
 from agentrl.workflow.agents import LLM, AgentTask
 from agentrl.workflow.agents.agent_limits import check_held
@@ -77,7 +77,7 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def ran(endpoint: str, asked: AgentConfig, config: Any = CONFIG) -> Report:
+def ran(endpoint: str, asked: AgentConfig, config: Any = CONFIG) -> AgentReport:
     task = AgentTask("t/1", [{"role": "user", "content": "Hi"}], {"n": 1})
     with agent_programs.placed(asked, task, LLM(endpoint, "secret-key", "m"), config) as place:
         report = processes.run(place.order(asked, task), place.spec(asked), lambda: False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.chat.parsing import parse_text
-from agentrl.workflow.chat.turn_stream import Piece, TurnStream
+from agentrl.workflow.chat.turn_stream import TextPiece, TurnStream
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.tool_formats import ToolFormat
 from tests.chat.test_tool_formats import TAGS, WRITTEN
@@ -22,7 +22,7 @@ pieces_of_text = st.lists(
 ).map("".join)
 
 
-def told(tool_format: ToolFormat, text: str, cuts: Iterable[int], thinking: bool) -> tuple[list[Piece], list[Piece]]:
+def told(tool_format: ToolFormat, text: str, cuts: Iterable[int], thinking: bool) -> tuple[list[TextPiece], list[TextPiece]]:
     """What a stream tells of a text that comes in pieces: before its end, and then."""
     stream = TurnStream(tool_format, thinking)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -30,7 +30,7 @@ def told(tool_format: ToolFormat, text: str, cuts: Iterable[int], thinking: bool
     return early, list(stream.rest(parse_text(text, tool_format, (), thinking)))
 
 
-def joined(pieces: Iterable[Piece], kind: str) -> str:
+def joined(pieces: Iterable[TextPiece], kind: str) -> str:
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
@@ -81,5 +81,5 @@ def test_a_tag_that_closes_no_thought_is_content_where_none_was_open() -> None:
 
 def test_an_object_at_the_beginning_waits_until_it_can_be_no_call() -> None:
     early, _ = told(find("tool_formats", "llama3"), '{"answer": 1} and more', range(60), thinking=False)
-    assert early[0] == Piece("content", '{"a')
+    assert early[0] == TextPiece("content", '{"a')
     assert joined(early, "content") == '{"answer": 1} and more'

@@ -15,7 +15,7 @@ from agentrl.workflow.control.scheduler import (
     plan,
     split_into_headers,
 )
-from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
+from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunSnapshot, Snapshot
 from agentrl.workflow.store import control_reads, planning, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import claim_training, play, submission, update_of
@@ -31,7 +31,7 @@ def sent(ago: float, sends: int = 1, expired_ago: float | None = None) -> Claim:
 
 def world(*claims: Claim, train: Claim = NEVER, group_seconds: float = 0.0) -> Snapshot:
     groups = tuple(GroupState(number, claim) for number, claim in enumerate(claims, start=1))
-    return Snapshot((RunState(1, "run", (IterationState(7, 0, groups, train),), group_seconds),), LEASE)
+    return Snapshot((RunSnapshot(1, "run", (IterationState(7, 0, groups, train),), group_seconds),), LEASE)
 
 
 def test_an_iteration_that_was_never_sent_goes_out_as_one_chord() -> None:
@@ -115,7 +115,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
             )
             for number in range(draw(st.integers(0, 2)))
         )
-        runs.append(RunState(next(ids), "run", iterations, draw(st.floats(0, 1000))))
+        runs.append(RunSnapshot(next(ids), "run", iterations, draw(st.floats(0, 1000))))
     return Snapshot(tuple(runs), draw(st.floats(0.1, 100)))
 
 
@@ -160,7 +160,7 @@ def test_whatever_nobody_holds_is_sent_in_the_end(snapshot: Snapshot) -> None:
         for run in snapshot.runs
         for i in run.iterations
     ]
-    late = replace(snapshot, runs=tuple(RunState(i.id, "run", (i,), 1.0) for i in iterations))
+    late = replace(snapshot, runs=tuple(RunSnapshot(i.id, "run", (i,), 1.0) for i in iterations))
     actions = plan(late)
     reached = {group for action in actions if not isinstance(action, SendTrain) for group in action.groups}
     trained = {action.iteration for action in actions if isinstance(action, SendTrain)}

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
-from agentrl.workflow.dialects.chat_completions import Events, error_body, models, parse_turn, read, whole
+from agentrl.workflow.dialects.chat_completions import StreamEvents, error_body, models, parse_turn, read, whole
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -71,7 +71,7 @@ def answered(ask: Ask, turns: Sequence[ResponseTurn], chat: Chat) -> ChatComplet
 
 
 def streamed(ask: Ask, turns: Sequence[ResponseTurn], chat: Chat) -> bytes:
-    events = Events(ask, HEAD, chat)
+    events = StreamEvents(ask, HEAD, chat)
     said = [events.begin()]
     for choice, turn in enumerate(turns):
         said += [events.token(choice, token) for token in turn.completion.token_ids]

@@ -13,7 +13,7 @@ from langchain_openai import ChatOpenAI
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
-from agentrl.workflow.dialects.chat_completions import Events, error_body, read, whole
+from agentrl.workflow.dialects.chat_completions import StreamEvents, error_body, read, whole
 from agentrl.workflow.engines import Completion
 from tests.support.small_models import tokenizer
 
@@ -62,7 +62,7 @@ class Server(httpx.MockTransport):
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=b"".join(self._stream(ask, turns)))
 
     def _stream(self, ask: Ask, turns: list[ResponseTurn]) -> Iterator[bytes]:
-        events = Events(ask, HEAD, self._chat)
+        events = StreamEvents(ask, HEAD, self._chat)
         yield events.begin()
         for choice, turn in enumerate(turns):
             for token in turn.completion.token_ids:

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workers.stack import supervisor
-from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
 from agentrl.workflow.errors import DeviceLost
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import blocked_runs, rollout_claims, steps, train_claims
@@ -20,12 +20,12 @@ from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import CALL, EXPIRED, claim, play, sampled, start, submission, values
 
 
-def killed(role: str, number: int) -> Child:
+def killed(role: str, number: int) -> SupervisedProcess:
     """A worker's process that a signal has ended."""
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(number)
         process.wait()
-    return Child(role, process, started=time.monotonic())
+    return SupervisedProcess(role, process, started=time.monotonic())
 
 
 def lost_events(db: Database) -> list[tuple[str, str]]:
@@ -68,7 +68,8 @@ def test_supervisor_restarts_a_worker_whose_device_failed_and_leaves_the_record_
         process.wait()
     watching, started = Supervisor(Settings(home=tmp_path)), list[str]()
     monkeypatch.setattr(watching, "_start", lambda role: (started.append(role), process)[1])
-    watching._restart_ended(Child("rollout,train", process, started=-1e9))  # it lived long, and so is restarted at once
+    lived_long = SupervisedProcess("rollout,train", process, started=-1e9)
+    watching._restart_ended(lived_long)  # at once
     watching.news.join()
     assert started == ["rollout,train"]
     assert lost_events(own_database) == []

@@ -28,7 +28,7 @@ from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.openai_engine import OpenAIServer
 from agentrl.workflow.inference.remote_engine import ServedEngine
-from agentrl.workflow.inference.server_responses import Cards, Completions, LlamaTurn, ServerResponse, Tokens
+from agentrl.workflow.inference.server_responses import Cards, Completions, LlamaTurn, ServerResponse, TokenizeAnswer
 from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
@@ -455,10 +455,10 @@ WRONG_IN_MANY_PLACES: dict[str, tuple[type[ServerResponse], Callable[[], Any]]] 
         lambda: {"choices": [{"logprobs": {"top_logprobs": [dict.fromkeys(map(str, range(1_000_000)))]}}]},
     ),
     "models": (Cards, lambda: {"data": [1] * 1_000_000}),
-    "tokens": (Tokens, lambda: {"tokens": ["x"] * 1_000_000}),
+    "tokens": (TokenizeAnswer, lambda: {"tokens": ["x"] * 1_000_000}),
     "a turn": (LlamaTurn, lambda: {"tokens": ["x"] * 1_000_000}),
     "probabilities": (LlamaTurn, lambda: {"completion_probabilities": [1] * 1_000_000}),
-    "a large value": (Tokens, lambda: {"tokens": {number: [number] for number in range(1_000_000)}}),
+    "a large value": (TokenizeAnswer, lambda: {"tokens": {number: [number] for number in range(1_000_000)}}),
 }
 
 

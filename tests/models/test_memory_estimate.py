@@ -110,7 +110,7 @@ def test_estimate_full_weights_are_what_a_loaded_model_holds(tmp_path: Path) -> 
     policy = Policy.load(ModelConfig(lora_r=0), str(folder), "cpu")
     with policy.decoding(), policy.sampling() as sampler, policy.training() as trained:
         held = sum(weight.nbytes for model in (sampler, trained) for weight in model.parameters())
-    packed = sum(weight.nbytes for weight in trained.parameters())  # `Forward` keeps each weight once more
+    packed = sum(weight.nbytes for weight in trained.parameters())  # `FastForward` keeps each weight once more
     assert held + packed == sum(always(Shape(files.config, files.shapes, 0, FLOAT)).values())
 
 

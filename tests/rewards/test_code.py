@@ -26,7 +26,7 @@ from agentrl.workflow.reference_check import reference_problems
 from agentrl.workflow.rewards import progress, score, tests_passed
 from agentrl.workflow.rewards.progress import MAX_TRIED
 from agentrl.workflow.rewards.tests_passed import read_code
-from agentrl.workflow.sandbox import Result
+from agentrl.workflow.sandbox import CodeResult
 from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.tool_calls import CallWork
@@ -335,9 +335,9 @@ def test_once_an_answer_has_slept_for_too_long_its_other_tests_are_failed(box: N
 
 def test_an_answer_that_waits_for_a_core_has_not_slept() -> None:
     budget = tests_passed.Budget(10.0)
-    budget.pay(Result("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=80.0))
+    budget.pay(CodeResult("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=80.0))
     assert not budget.spent
-    budget.pay(Result("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=10.0))
+    budget.pay(CodeResult("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=10.0))
     assert budget.spent
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.judging import code_judge
-from agentrl.workflow.sandbox import Result, exact_json
+from agentrl.workflow.sandbox import CodeResult, exact_json
 from agentrl.workflow.sandbox.function_tests import Case
 from agentrl.workflow.tools.python import sandbox
 from tests.rewards.test_code import box as box
@@ -97,7 +97,7 @@ def test_a_value_that_takes_too_long_to_build_fails_its_test_and_this_process_go
 
 @pytest.mark.slow
 def test_all_values_of_a_function_share_one_budget_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    results: list[Result] = []
+    results: list[CodeResult] = []
     ask = code_judge.asked
     monkeypatch.setattr(code_judge, "asked", lambda function, args: results.append(ask(function, args)) or results[-1])
     monkeypatch.setattr(code_judge, "WHOLE_CPU_SECONDS", 3.0)

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
-from agentrl.workflow.sandbox import Limits, Result, Session, cgroups, exact_json, limits_watch, proc, spawn, uid_pool
+from agentrl.workflow.sandbox import CodeResult, Limits, Session, cgroups, exact_json, limits_watch, proc, spawn, uid_pool
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.bwrap import Profile
-from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.cgroups import CgroupEvents
 from agentrl.workflow.sandbox.find import find_sandbox
 from agentrl.workflow.sandbox.limits_watch import CROWD_PER_CORE
 from agentrl.workflow.sandbox.session import CALLS_OF_A_STATE
@@ -175,14 +175,14 @@ def test_what_threads_of_a_program_wait_for_one_another_is_not_added_up(monkeypa
 
 
 def test_a_status_is_what_the_kernel_counted() -> None:
-    limits, nothing = Limits(cpu_seconds=1), Events()
+    limits, nothing = Limits(cpu_seconds=1), CgroupEvents()
     assert limits_watch.status(limits, None, 0, 0.1, nothing) == "ok"
     assert limits_watch.status(limits, None, 1, 0.1, nothing) == "error"
     assert limits_watch.status(limits, None, -11, 0.1, nothing) == "killed"
     assert limits_watch.status(limits, None, -9, 1.1, nothing) == "timeout_cpu"
-    assert limits_watch.status(limits, None, -9, 0.1, Events(oom=1)) == "oom"
-    assert limits_watch.status(limits, None, 1, 0.1, Events(pids=1)) == "pids"
-    assert limits_watch.status(limits, None, 0, 0.1, Events(pids=1)) == "ok"
+    assert limits_watch.status(limits, None, -9, 0.1, CgroupEvents(oom=1)) == "oom"
+    assert limits_watch.status(limits, None, 1, 0.1, CgroupEvents(pids=1)) == "pids"
+    assert limits_watch.status(limits, None, 0, 0.1, CgroupEvents(pids=1)) == "ok"
     assert limits_watch.status(limits, "timeout_wall", None, 0.1, nothing) == "timeout_wall"
     assert limits_watch.status(limits, "starved", None, 0.1, nothing) == "starved"
     assert limits_watch.status(limits, "timeout_wall", None, 1.1, nothing) == "timeout_cpu"
@@ -533,7 +533,7 @@ def f():
 }
 
 
-def claimed(result: Result) -> Any:
+def claimed(result: CodeResult) -> Any:
     """What a call handed out, as who judges it reads it; None where that is nothing."""
     try:
         return exact_json.decode(result.value) if result.status == "ok" else None
@@ -778,7 +778,7 @@ def test_the_second_versions_files_are_read_and_written(tmp_path: Path) -> None:
     assert (tmp_path / "memory.max").read_text() == "64"
     assert (tmp_path / "memory.swap.max").read_text() == "0"
     assert (tmp_path / "pids.max").read_text() == str(10 + cgroups.SPARE_PROCESSES)
-    assert group.events() == Events(oom=1, pids=3)
+    assert group.events() == CgroupEvents(oom=1, pids=3)
     assert group.cpu_seconds() == 1.5
     assert group.joins == [str(tmp_path / "cgroup.procs")]
 

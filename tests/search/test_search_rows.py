@@ -19,7 +19,7 @@ from agentrl.workflow.store.reads.resource_rows import (
     list_critic_calls,
     list_resources,
 )
-from agentrl.workflow.store.run_resources import Origin
+from agentrl.workflow.store.run_resources import VersionOrigin
 from agentrl.workflow.store.search_rounds import PlannedGroup
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.trajectory import Message, Task
@@ -46,7 +46,7 @@ def begun(db: Database) -> IterationWork:
 
 def planned(db: Database, work: IterationWork, role: str, *candidates: Any) -> list[PlannedGroup]:
     tasks = getattr(search_rounds.load_search_tasks(db, work.run_id), role)
-    return [PlannedGroup(task, texts, Origin("an edit", SEED)) for texts in candidates for task in tasks]
+    return [PlannedGroup(task, texts, VersionOrigin("an edit", SEED)) for texts in candidates for task in tasks]
 
 
 def rolled_out(db: Database, work: IterationWork, rewards: tuple[float, ...]) -> IterationWork:

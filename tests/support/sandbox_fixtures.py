@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.workflow.errors import SandboxUnavailable
-from agentrl.workflow.sandbox import Result, uid_pool
+from agentrl.workflow.sandbox import CodeResult, uid_pool
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.sandbox.find import find_bwrap
 from agentrl.workflow.sandbox.launch import Launch
@@ -46,7 +46,7 @@ def boxed(mode: str) -> Iterator[Boxed]:
     assert alive() == []
 
 
-def result_with_a_core(run: Callable[[], Result]) -> Result:
+def result_with_a_core(run: Callable[[], CodeResult]) -> CodeResult:
     """The first result of `run` that was not starved: what a busy machine starves runs again here, as it does in an episode."""
     return next(result for _ in range(5) if (result := run()).status != "starved")
 

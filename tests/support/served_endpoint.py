@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import text
 
 from agentrl.workers.serving.endpoint import make_server, serve
-from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
 from agentrl.workflow.store import endpoint_reads
@@ -31,11 +31,11 @@ class Served:
     connections: set[Any]
 
 
-SHORT = Limits(wait_seconds=5.0, quiet_seconds=0.3)
+SHORT = EndpointLimits(wait_seconds=5.0, quiet_seconds=0.3)
 
 
 @contextmanager
-def endpoint_over(database: Database, limits: Limits = SHORT) -> Iterator[Served]:
+def endpoint_over(database: Database, limits: EndpointLimits = SHORT) -> Iterator[Served]:
     app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
     server, listening = make_server(app), bind(LOOPBACK, 0)
     thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.errors import AgentRLError
-from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, Session, landlock, payload
+from agentrl.workflow.sandbox import DEFAULTS, CodeResult, Limits, Session, landlock, payload
 from agentrl.workflow.sandbox.boxed import Boxed
 
 PYTHON = "/usr/bin/python3"
@@ -30,10 +30,12 @@ class OrdinarySession:
         self._limits = limits
         self.alive = True
 
-    def run(self, code: str, limits: Limits | None = None) -> Result:
+    def run(self, code: str, limits: Limits | None = None) -> CodeResult:
         return self._sandbox.result(ask="cell", session=self._number, code=code, limits=asdict(limits or self._limits))
 
-    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(
+        self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
+    ) -> CodeResult:
         given = args if isinstance(args, str) else list(args)
         request = {"session": self._number, "code": function, "args": given, "keeps": keeps}
         return self._sandbox.result(ask="call", **request, limits=asdict(limits or self._limits))
@@ -51,7 +53,7 @@ class Ordinary:
         command = [sys.executable, "-m", "tests.support.unprivileged", str(uid)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
         return self.result(ask="run", code=code, stdin=stdin, limits=asdict(limits))
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> OrdinarySession:
@@ -61,8 +63,8 @@ class Ordinary:
         with self.process, suppress(BrokenPipeError):
             self.process.stdin.close()  # type: ignore[union-attr]
 
-    def result(self, **request: Any) -> Result:
-        return Result(**self.ask(**request))
+    def result(self, **request: Any) -> CodeResult:
+        return CodeResult(**self.ask(**request))
 
     def ask(self, **request: Any) -> Any:
         assert self.process.stdin is not None

@@ -15,7 +15,7 @@ from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import CodeFailure, InfraError, SandboxUnavailable, ToolFailure
-from agentrl.workflow.sandbox import Limits, Result
+from agentrl.workflow.sandbox import CodeResult, Limits
 from agentrl.workflow.sandbox.boxed import Boxed
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
@@ -81,9 +81,9 @@ def test_what_is_printed_is_cut_at_the_tools_limit(box: None) -> None:
     assert told("print('y' * 50)", replace(python, max_characters=10)).content == "y" * 10 + "\n[cut: 40 more characters]"
 
 
-def result(status: str, cpu_seconds: float = 0.0) -> Result:
+def result(status: str, cpu_seconds: float = 0.0) -> CodeResult:
     """What a sandbox says."""
-    return Result(status, "said", None, cpu_seconds, 30.0, "bwrap")  # type: ignore[arg-type]
+    return CodeResult(status, "said", None, cpu_seconds, 30.0, "bwrap")  # type: ignore[arg-type]
 
 
 def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) -> None:

@@ -20,7 +20,7 @@ from agentrl.workflow.training import offline_training
 from agentrl.workflow.training.offline_training import Recipe, accumulate, backoff_over_rows, rows_by_episode
 from agentrl.workflow.training.preference import (
     EMPTY,
-    Pair,
+    PreferencePair,
     dpo,
     dpo_loss,
     model_differences,
@@ -44,9 +44,9 @@ def policy_of(folder: Path) -> Policy:
     return Policy.load(ModelConfig(path=str(folder), lora_r=0), str(folder), device="cpu")
 
 
-def pair_of(better: Episode, worse: Episode, reference: float = 0.0) -> Pair:
+def pair_of(better: Episode, worse: Episode, reference: float = 0.0) -> PreferencePair:
     chosen, rejected = rows_by_episode([better, worse])
-    return Pair(chosen, rejected, reference)
+    return PreferencePair(chosen, rejected, reference)
 
 
 def test_the_loss_is_the_papers_to_the_digit() -> None:
@@ -82,7 +82,7 @@ def test_what_was_not_sampled_changes_nothing(base: Path) -> None:
     assert loss_of(told[0]) == loss_of(told[1]) == pytest.approx(loss_of(better), rel=1e-5)
     (row,) = rows_by_episode([better])[0]
     noise = tuple(value if own else 77.0 for value, own in zip(row.behavior_logprobs, row.loss_mask, strict=True))
-    assert sampler_differences([Pair((replace(row, behavior_logprobs=noise),), (row,))]) == [0.0]
+    assert sampler_differences([PreferencePair((replace(row, behavior_logprobs=noise),), (row,))]) == [0.0]
 
 
 def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from agentrl.workers.serving.endpoint_app import CHAT, Limits
+from agentrl.workers.serving.endpoint_app import CHAT, EndpointLimits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import find_places
 from tests.support.played_runs import EXPIRED
@@ -179,7 +179,7 @@ def test_a_call_waits_for_a_holder(made: Attempt, served: Served) -> None:
 
 
 def test_a_call_that_no_worker_takes_is_told_when_to_come_again(made: Attempt, sqlite: Database) -> None:
-    with endpoint_over(sqlite, Limits(wait_seconds=0.3)) as served:
+    with endpoint_over(sqlite, EndpointLimits(wait_seconds=0.3)) as served:
         answer = ask(served)
         assert code(answer) == (503, "no_holder")
         assert int(answer.headers["retry-after"]) > 0

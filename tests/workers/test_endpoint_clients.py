@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from agentrl.workers.serving import guarded_http
-from agentrl.workers.serving.endpoint_app import CHAT, Limits
+from agentrl.workers.serving.endpoint_app import CHAT, EndpointLimits
 from agentrl.workers.serving.guarded_http import GuardedProtocol
 from agentrl.workflow.store.connect import Database
 from tests.support.scripted_worker import hang_up, scripted_worker, silence, stream, whole
@@ -77,7 +77,7 @@ def test_a_body_of_8_mb_is_forwarded_whole(made: Attempt, served: Served) -> Non
 
 
 def test_the_bodies_that_are_kept_are_bounded_together(made: Attempt, sqlite: Database) -> None:
-    with endpoint_over(sqlite, Limits(held_bytes=1000)) as served:
+    with endpoint_over(sqlite, EndpointLimits(held_bytes=1000)) as served:
         assert error(raw(served.address, request(b"x" * 2000, b"connection: close"))) == (429, "too_many_requests")
         with scripted_worker(whole()) as worker:
             made.held_by(worker.address)
@@ -85,8 +85,8 @@ def test_the_bodies_that_are_kept_are_bounded_together(made: Attempt, sqlite: Da
                 assert httpx2.post(served.url + CHAT, content=b"x" * 900, headers=made.bearer).status_code == 200
 
 
-@pytest.mark.parametrize("limits", [Limits(open_calls=2), Limits(open_per_attempt=2)])
-def test_calls_beyond_the_limit_are_told_to_come_again(made: Attempt, sqlite: Database, limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [EndpointLimits(open_calls=2), EndpointLimits(open_per_attempt=2)])
+def test_calls_beyond_the_limit_are_told_to_come_again(made: Attempt, sqlite: Database, limits: EndpointLimits) -> None:
     started = threading.Event()
     with scripted_worker(silence(started)) as worker, endpoint_over(sqlite, limits) as served:
         made.held_by(worker.address)
@@ -101,7 +101,7 @@ def test_calls_beyond_the_limit_are_told_to_come_again(made: Attempt, sqlite: Da
 
 def test_a_body_that_stops_is_given_up(made: Attempt, sqlite: Database) -> None:
     with (
-        endpoint_over(sqlite, Limits(body_seconds=0.3)) as served,
+        endpoint_over(sqlite, EndpointLimits(body_seconds=0.3)) as served,
         opened(served, HEAD + b"content-length: 100\r\n\r\n{") as link,
     ):
         until(lambda: not served.app._open)

@@ -20,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.workers.stack import metrics, notify
-from agentrl.workers.stack.metrics import Metric, collect_work, port_of, render, serve_metrics
+from agentrl.workers.stack.metrics import PrometheusMetric, collect_work, port_of, render, serve_metrics
 from agentrl.workers.stack.notify import Notifier
 from agentrl.workers.stack.worker import ROLES
 from agentrl.workflow.errors import ServiceError
@@ -80,7 +80,7 @@ def test_counts_of_an_empty_store_are_valid(database: Database) -> None:
 
 def test_labels_are_escaped() -> None:
     hostile = 'a"b\\c\nd} 1\nagentrl_fake 2'
-    found = parse(render([Metric("runs", "Runs.", [({"run": hostile}, 1.0)])]))
+    found = parse(render([PrometheusMetric("runs", "Runs.", [({"run": hostile}, 1.0)])]))
     assert found == {"agentrl_runs": [({"run": hostile}, 1.0)]}
 
 
@@ -169,7 +169,7 @@ def test_metrics_without_the_database_are_one_sentence(port: int) -> None:
 
 def test_a_module_adds_its_own_metrics(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_collectors", [])
-    metrics.add_collector(lambda: [Metric("sampler_turns", "Turns.", [({"of": "live"}, 3)])])
+    metrics.add_collector(lambda: [PrometheusMetric("sampler_turns", "Turns.", [({"of": "live"}, 3)])])
     where = Settings(metrics_port=port - port_of(Settings(metrics_port=1), ["endpoint"]) + 1)
     server = serve_metrics(where, ["endpoint"], lambda: pytest.fail("no database is opened"))
     assert server is not None

@@ -20,7 +20,7 @@ from agentrl.workers.jobs.tool_call import call as call_job
 from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping
-from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.envs import Env
 from agentrl.workflow.experiment import Experiment
@@ -139,11 +139,11 @@ def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_
         lost.wait()
     watching = Supervisor(Settings(home=tmp_path))
     for _ in range(1, MAX_SENDS):
-        watching._restart_ended(Child("control", lost, started=time.monotonic()))
-        watching._restart_ended(Child("tools", lost, started=time.monotonic()))
+        watching._restart_ended(SupervisedProcess("control", lost, started=time.monotonic()))
+        watching._restart_ended(SupervisedProcess("tools", lost, started=time.monotonic()))
         watching.news.join()
         assert sent() == [asked[0], *asked[2:]]
-    watching._restart_ended(Child("tools", lost, started=time.monotonic()))
+    watching._restart_ended(SupervisedProcess("tools", lost, started=time.monotonic()))
     watching.news.join()
     assert sent() == []
     call_job(asked[0], NO_REPLY)

@@ -12,7 +12,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 
-from agentrl.workers.serving.endpoint_app import Limits
+from agentrl.workers.serving.endpoint_app import EndpointLimits
 from agentrl.workflow.agents.keys import key_hash, new_emit_key, sampling_key
 from agentrl.workflow.spans.otlp import JSON, PROTOBUF
 from tests.spans.test_otlp import HOSTILE, TRACE, as_json, empty_attributes, hostile_export
@@ -111,7 +111,7 @@ def test_what_an_export_becomes_counts_among_the_bytes_that_are_held(stage: Stag
     text = [{"key": "k", "value": {"stringValue": "x" * 50_000}}]
     spans = [{"traceId": TRACE, "spanId": f"{n:016x}", "attributes": text} for n in range(1, 101)]
     body = gzip.compress(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode())
-    with endpoint_over(stage.db, Limits(held_bytes=2**20)) as small:
+    with endpoint_over(stage.db, EndpointLimits(held_bytes=2**20)) as small:
         refused = post(small, key, body, content_encoding="gzip")
         assert (refused.status_code, small.app._held_bytes) == (429, 0)
     assert value(stage.db, "SELECT count(*) FROM annotations") == 0

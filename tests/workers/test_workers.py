@@ -30,7 +30,7 @@ from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workers.stack.replies import Replies, Waker
-from agentrl.workers.stack.supervisor import Child, Supervisor
+from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import InfraError, ServiceError, Unready
@@ -571,7 +571,7 @@ def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_h
     watching = Supervisor(Settings(home=tmp_path, lease_seconds=4.0))
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    child, waits = Child("tools", process, started=time.monotonic()), []
+    child, waits = SupervisedProcess("tools", process, started=time.monotonic()), []
     for _ in range(6):
         child.restart_at = None
         watching._restart_ended(child)

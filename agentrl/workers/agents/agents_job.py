@@ -13,7 +13,7 @@ from functools import partial
 from logging import getLogger
 
 from agentrl.workers.agents import agent_programs, called_agents, processes
-from agentrl.workers.agents.guardian import KILLED, Report
+from agentrl.workers.agents.guardian import KILLED, AgentReport
 from agentrl.workers.agents.kept_output import hide_keys
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
@@ -103,7 +103,7 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentE
     return replace(end, answer=answer, error=hide_keys(end.error, keys))
 
 
-def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
+def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
     asked = work.agent
     task = AgentTask(
         key=work.task,

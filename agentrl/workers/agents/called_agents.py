@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any
 
-from agentrl.workers.agents.guardian import WORDS, Report
+from agentrl.workers.agents.guardian import WORDS, AgentReport
 from agentrl.workers.agents.kept_output import KeptOutput
 from agentrl.workflow import emitters
 from agentrl.workflow.agents import LLM, AgentTask, read_result
@@ -23,13 +23,13 @@ from agentrl.workflow.plugins import find
 LOOK_SECONDS = 0.1
 
 
-def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> Report | None:
+def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
     """Call the agent, and wait for its end; None where it was left alone since `is_stopped`.
 
     Raises:
         ConfigError: its path leads to nothing.
     """
-    found, told = find("agents", asked.name), Report()
+    found, told = find("agents", asked.name), AgentReport()
 
     def call() -> None:
         try:
@@ -52,7 +52,7 @@ def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped
             return None
         if thread.is_alive() and time.monotonic() > deadline:
             said = f"it ran for more than {asked.timeout_seconds:g} s (agent.timeout_seconds)"
-            return Report(error_class="timeout", error=said)
+            return AgentReport(error_class="timeout", error=said)
     return told
 
 

@@ -81,7 +81,7 @@ class Order:
 
 
 @dataclass
-class Report:
+class AgentReport:
     """How it ended, as JSON; `error_class` is empty where it returned."""
 
     exit_code: int | None = None
@@ -147,7 +147,7 @@ class _Watch:
     def __post_init__(self) -> None:
         self._output = KeptOutput(self.order.keys)
 
-    def run(self, function: Callable[..., Any] | None) -> Report:
+    def run(self, function: Callable[..., Any] | None) -> AgentReport:
         output, output_in = os.pipe()
         result, result_in = os.pipe()
         pid = os.fork()
@@ -223,8 +223,8 @@ class _Watch:
                     break
             os.close(pipe)
 
-    def _report(self, over: tuple[str, str], status: int) -> Report:
-        report = Report(status, *over, output=self._output.text())
+    def _report(self, over: tuple[str, str], status: int) -> AgentReport:
+        report = AgentReport(status, *over, output=self._output.text())
         if status == -signal.SIGKILL and not report.error_class:
             report.error_class, report.error = KILLED, "it was killed, by a user or by the kernel (out of memory)"
         if report.error_class:

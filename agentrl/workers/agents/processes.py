@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentrl.workers.agents import domain
-from agentrl.workers.agents.guardian import Order, Report, receive, send
+from agentrl.workers.agents.guardian import AgentReport, Order, receive, send
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.plugins import code_folder
 from agentrl.workflow.runtime.socket_pair import socket_pair
@@ -220,7 +220,7 @@ servers = AgentServers()
 """Those of this process."""
 
 
-def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | None:
+def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
     """Run an agent to its end; None where it was ended since `is_stopped`.
 
     Raises:
@@ -240,7 +240,7 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> Report | Non
                     if not guardian.recv(1, socket.MSG_PEEK):
                         raise InfraError("The agent's supervisor process is gone.")
                     guardian.settimeout(None)
-                    return Report(**receive(guardian))
+                    return AgentReport(**receive(guardian))
         except OSError as error:
             raise InfraError(f"The agent's supervisor process is gone: {error}.") from error
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
-from agentrl.workers.stack.metrics import Metric, add_collector
+from agentrl.workers.stack.metrics import PrometheusMetric, add_collector
 from agentrl.workflow import engines
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend, Engine
@@ -102,11 +102,11 @@ class Models:
                 self._loaded.close()
             self._loaded, self._key = None, ""
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         """Yield the sampler's slots, for `/metrics`."""
         loaded = self._loaded
         counts = loaded.count_turns() if loaded is not None else {}
-        yield Metric(
+        yield PrometheusMetric(
             "sampler_turns",
             "Turns: being sampled, waiting for a slot, and the maximum at once.",
             [({"of": name}, count) for name, count in counts.items()],

@@ -213,7 +213,7 @@ async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, said
         raise _not_here()
     head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
     if ask.stream:
-        await _stream(exchange, chat_completions.Events(ask, head, holder.chat), said)
+        await _stream(exchange, chat_completions.StreamEvents(ask, head, holder.chat), said)
         return
     while not isinstance(word := await said.get(), Answered):
         if isinstance(word, Refused):

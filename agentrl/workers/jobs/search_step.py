@@ -20,7 +20,7 @@ from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts,
 from agentrl.workflow.search.recorded_critic import RecordedCritic
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import blocked_runs, search_rounds
-from agentrl.workflow.store.run_resources import Origin
+from agentrl.workflow.store.run_resources import VersionOrigin
 from agentrl.workflow.store.search_rounds import PlannedGroup, SearchTasks
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.trajectory import Group
@@ -102,6 +102,6 @@ def _planned(request: Request, tasks: SearchTasks) -> list[PlannedGroup]:
     ]
 
 
-def _origin(request: Request, place: int) -> Origin:
+def _origin(request: Request, place: int) -> VersionOrigin:
     note = request.notes[place] if place < len(request.notes) else ""
-    return Origin(note, request.parents[place] if place < len(request.parents) else None)
+    return VersionOrigin(note, request.parents[place] if place < len(request.parents) else None)

@@ -54,7 +54,7 @@ class OpenedEpisode(Protocol):
         """What its annotations are forwarded with."""
 
 
-class Episodes(Protocol):
+class ClientEpisodes(Protocol):
     """Who opens and ends episodes, in a thread of its own."""
 
     def open(self, client: str) -> "Future[Any]":
@@ -89,7 +89,7 @@ class ClientDoor:
         most_calls: calls of one episode.
     """
 
-    episodes: Episodes
+    episodes: ClientEpisodes
     run: str
     key: str = ""
     idle_seconds: float = 600.0

@@ -18,7 +18,7 @@ from types import FrameType
 import uvicorn
 
 from agentrl.workers.serving import guarded_http
-from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, Limits
+from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, EndpointLimits
 from agentrl.workers.serving.guarded_http import sweep
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
@@ -78,7 +78,7 @@ async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server)
 
 async def _run(database: Database, listening: socket.socket, url: str) -> None:
     where = settings()
-    limits = Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
+    limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
     app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
     publishing = asyncio.create_task(publish(database, url, where.lease_seconds))
     try:

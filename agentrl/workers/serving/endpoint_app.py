@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from agentrl.workers.serving import api_errors, cors
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.exchange import AsgiExchange, ClientGone, Receive, Send
-from agentrl.workers.serving.forwarding import Call, Forward, require_open
+from agentrl.workers.serving.forwarding import ForwardedCall, Forwarding, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.agents.keys import key_hash, sampling_key
@@ -50,7 +50,7 @@ _IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EndpointLimits:
     """The limits of one endpoint; seconds and bytes."""
 
     open_calls: int = 1024
@@ -151,7 +151,7 @@ class Endpoint:
     """The ASGI application. It knows the calls that are open and nothing else; all that lasts is in the rows."""
 
     places: Places
-    limits: Limits = Limits()
+    limits: EndpointLimits = EndpointLimits()
     door: Authenticator | None = None
     """Unset: an `AttemptDoor`."""
     upstreams: Upstreams = field(default_factory=Upstreams)
@@ -269,8 +269,8 @@ class Endpoint:
             told.extend(piece)
 
         limits = self.limits
-        call = Call(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers, token_hex(16)), part)
-        await Forward(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
+        call = ForwardedCall(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers, token_hex(16)), part)
+        await Forwarding(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
         return answered[0], bytes(told)
 
     @cached_property
@@ -295,9 +295,9 @@ class Endpoint:
             raise api_errors.encoded_body()
         async with self._body(headers, exchange) as body:
             faultpoint("endpoint.in")
-            call = Call(attempt, path, forwarded, body)
+            call = ForwardedCall(attempt, path, forwarded, body)
             limits = self.limits
-            forward = Forward(
+            forward = Forwarding(
                 call, self.places, self.upstreams, exchange.begin, exchange.write, limits.wait_seconds, limits.quiet_seconds
             )
             await exchange.unless_gone(forward.run())

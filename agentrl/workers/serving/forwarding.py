@@ -17,7 +17,7 @@ from typing import TypeVar
 from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.places import Places
-from agentrl.workers.serving.upstream import Broken, Connection, Headers, Upstreams
+from agentrl.workers.serving.upstream import Broken, Headers, Upstreams, WorkerConnection
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
@@ -39,7 +39,7 @@ Write = Callable[[bytes, bool], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardedCall:
     """What is forwarded: the same each time."""
 
     key_hash: str
@@ -52,11 +52,11 @@ class _NotHeld(Exception):
     """The worker does not hold the episode (any more)."""
 
 
-class Forward:
+class Forwarding:
     """One call on its way; `run` brings its answer to the client."""
 
     def __init__(
-        self, call: Call, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
+        self, call: ForwardedCall, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
     ) -> None:
         """Take the two ways to the client, and two times in seconds.
 
@@ -139,7 +139,7 @@ class Forward:
         if status == NOT_HELD:
             raise _NotHeld
 
-    async def _pass_on(self, connection: Connection, status: int, headers: Headers) -> None:
+    async def _pass_on(self, connection: WorkerConnection, status: int, headers: Headers) -> None:
         """Gives the client what it does not have of the answer."""
         if self._status is None:
             await self._begin(status, headers)
@@ -177,7 +177,7 @@ class Forward:
         await self._write_client(piece, True)
         self._heard_at = time.monotonic()
 
-    async def _listen(self, connection: Connection, read: Callable[[], Awaitable[T]]) -> T:
+    async def _listen(self, connection: WorkerConnection, read: Callable[[], Awaitable[T]]) -> T:
         """Waits for the worker; comments for the client and a look at the rows while it says nothing."""
         while True:
             try:
@@ -195,7 +195,7 @@ class Forward:
         if self._is_stream and self._at_line_start:
             await self._write_client(COMMENT, True)
 
-    async def _read_short(self, connection: Connection) -> bytes:
+    async def _read_short(self, connection: WorkerConnection) -> bytes:
         """A short body, whole; empty if it is long."""
         found = bytearray()
         while (piece := await self._listen(connection, connection.piece)) is not None:

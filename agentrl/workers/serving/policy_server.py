@@ -22,7 +22,7 @@ from agentrl.workers.jobs.served_episodes import ServedEpisodes
 from agentrl.workers.requests.serve_request import Serving
 from agentrl.workers.serving.client_door import ClientDoor
 from agentrl.workers.serving.endpoint import make_server, raise_file_limit, serve
-from agentrl.workers.serving.endpoint_app import Endpoint, Limits
+from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
 from agentrl.workers.serving.places import Places
 from agentrl.workers.stack.listening import LOOPBACK
 from agentrl.workers.stack.process import base_hashes
@@ -81,7 +81,7 @@ def serve_policy(
 
 async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, listening: socket.socket) -> None:
     most = settings().endpoint_calls
-    limits = Limits(open_calls=most, open_per_attempt=most, wait_seconds=WAIT_SECONDS)
+    limits = EndpointLimits(open_calls=most, open_per_attempt=most, wait_seconds=WAIT_SECONDS)
     app = Endpoint(Places(partial(endpoint_reads.find_places, db)), limits, door=door)
     server = make_server(app)
 

@@ -50,7 +50,7 @@ MAX_BYTES = 1_000_000
 BACKLOG = 128
 
 
-class Call(BaseModel):
+class ToolCallBody(BaseModel):
     """The body of a call."""
 
     model_config = ConfigDict(extra="forbid")
@@ -76,7 +76,7 @@ class SessionInfo:
     idle_seconds: float
 
 
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Call.model_json_schema()}}}}
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": ToolCallBody.model_json_schema()}}}}
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No token, or a wrong one"},
     404: {"description": "Unknown tool, or unknown or closed session"},
@@ -158,7 +158,7 @@ def _token_check(token: str) -> Callable[..., Awaitable[None]]:
 
 async def _arguments(request: Request) -> dict[str, Any]:
     try:
-        return Call.model_validate_json(await _body(request)).arguments
+        return ToolCallBody.model_validate_json(await _body(request)).arguments
     except ClientDisconnect as error:
         raise HTTPException(400, "The body ends too early.") from error
     except ValidationError as error:

@@ -26,7 +26,7 @@ class Broken(Exception):
     """The connection to the worker broke, or was never made. The call may be forwarded again."""
 
 
-class Connection:
+class WorkerConnection:
     """One connection, for one exchange after another."""
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,9 +114,9 @@ class Upstreams:
     """The open connections of one endpoint, by address."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[Connection]] = defaultdict(list)
+        self._idle: dict[str, list[WorkerConnection]] = defaultdict(list)
 
-    async def take(self, address: str) -> Connection:
+    async def take(self, address: str) -> WorkerConnection:
         """Return a connection to the address.
 
         Raises:
@@ -134,9 +134,9 @@ class Upstreams:
         except (OSError, TimeoutError, ValueError) as error:
             raise Broken(type(error).__name__) from None
         writer.transport.max_size = PIECE  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
-        return Connection(address, reader, writer)
+        return WorkerConnection(address, reader, writer)
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: WorkerConnection) -> None:
         """Keep the connection for another call, or close it."""
         for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
             del self._idle[address]
@@ -147,7 +147,7 @@ class Upstreams:
             connection.cut()
 
     @staticmethod
-    def _still_kept(kept: list[Connection]) -> bool:
+    def _still_kept(kept: list[WorkerConnection]) -> bool:
         """Closes those that rested for too long, the oldest first; returns whether any is left."""
         while kept and not kept[0].is_reusable():
             kept.pop(0).cut()

@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class PrometheusMetric:
     """A metric with a value for each set of labels. A name that ends in `_total` is a counter, any other a gauge."""
 
     name: str
@@ -43,7 +43,7 @@ class Metric:
     values: Sequence[tuple[Mapping[str, str], float]]
 
 
-Collect = Callable[[], Iterable[Metric]]
+Collect = Callable[[], Iterable[PrometheusMetric]]
 _collectors: list[Collect] = []
 """What modules of this process add, such as the sampler's slots."""
 
@@ -53,7 +53,7 @@ def add_collector(collect: Collect) -> None:
     _collectors.append(collect)
 
 
-def render(metrics: Iterable[Metric]) -> str:
+def render(metrics: Iterable[PrometheusMetric]) -> str:
     """Return the metrics as text, in version 0.0.4 of Prometheus' format."""
     lines = []
     for metric in metrics:
@@ -68,40 +68,42 @@ def _labels(labels: Mapping[str, str]) -> str:
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if labels else ""
 
 
-def collect_process() -> Iterable[Metric]:
+def collect_process() -> Iterable[PrometheusMetric]:
     """This process and its machine."""
     usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = [
         ({"of": "process"}, usage.ru_utime + usage.ru_stime),
         ({"of": "children"}, children.ru_utime + children.ru_stime),
     ]
-    yield Metric("cpu_seconds_total", "Processor time of this process, and of its children that have ended.", seconds)
-    yield Metric("peak_memory_bytes", "Peak memory of this process.", [({}, usage.ru_maxrss * 1024)])
-    yield Metric("threads", "Threads of this process.", [({}, threading.active_count())])
-    yield Metric("machine_load", "Load average of the machine over one minute.", [({}, os.getloadavg()[0])])
-    yield Metric("machine_processors", "Processors of the machine.", [({}, os.cpu_count() or 1)])
+    yield PrometheusMetric("cpu_seconds_total", "Processor time of this process, and of its children that have ended.", seconds)
+    yield PrometheusMetric("peak_memory_bytes", "Peak memory of this process.", [({}, usage.ru_maxrss * 1024)])
+    yield PrometheusMetric("threads", "Threads of this process.", [({}, threading.active_count())])
+    yield PrometheusMetric("machine_load", "Load average of the machine over one minute.", [({}, os.getloadavg()[0])])
+    yield PrometheusMetric("machine_processors", "Processors of the machine.", [({}, os.cpu_count() or 1)])
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        yield Metric("gpu_peak_memory_bytes", "Peak GPU memory of this process.", [({}, torch.cuda.max_memory_reserved())])
+        yield PrometheusMetric(
+            "gpu_peak_memory_bytes", "Peak GPU memory of this process.", [({}, torch.cuda.max_memory_reserved())]
+        )
 
 
-def collect_work(db: Database) -> Iterable[Metric]:
+def collect_work(db: Database) -> Iterable[PrometheusMetric]:
     """Return the state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
     found = work_counts.count_work(db)
     queues = [({"queue": row["queue"], "state": state}, row[state]) for row in found.queues for state in ("held", "waiting")]
-    yield Metric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
+    yield PrometheusMetric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
     resent = [({"queue": row["queue"]}, row["resent"]) for row in found.queues]
-    yield Metric("work_resent", "Messages sent again for open work.", resent)
-    yield Metric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in found.runs])
+    yield PrometheusMetric("work_resent", "Messages sent again for open work.", resent)
+    yield PrometheusMetric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in found.runs])
     events = [({"kind": row["kind"]}, row["n"]) for row in found.events]
-    yield Metric("failures_total", "Lost workers; failed updates, groups and reports.", events)
+    yield PrometheusMetric("failures_total", "Lost workers; failed updates, groups and reports.", events)
     for name, text, columns in _RUN_METRICS:
         labelled = [
             ({"run": row["run"], **({"of": of} if of else {})}, row[column]) for row in found.running for of, column in columns
         ]
-        yield Metric(name, text, [(labels, value) for labels, value in labelled if value is not None])
+        yield PrometheusMetric(name, text, [(labels, value) for labels, value in labelled if value is not None])
     sandbox = [({"run": row["run"], "sandbox": row["sandbox"], "end": row["exit_status"]}, row["n"]) for row in found.sandbox]
-    yield Metric("sandbox_calls_total", "Programs run in the sandbox, by result.", sandbox)
+    yield PrometheusMetric("sandbox_calls_total", "Programs run in the sandbox, by result.", sandbox)
 
 
 _RUN_METRICS = (

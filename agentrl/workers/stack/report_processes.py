@@ -16,7 +16,7 @@ from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import leases, run_reports
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.run_reports import Report
+from agentrl.workflow.store.run_reports import TrackerReport
 
 log = getLogger("agentrl.reports")
 FAILED = 70
@@ -37,7 +37,7 @@ class ReportProcess:
     A service that outlives it might send its last steps after the next process has asked what the tracker has.
     """
 
-    def __init__(self, report: Report, output: int | None = None) -> None:
+    def __init__(self, report: TrackerReport, output: int | None = None) -> None:
         """Start it.
 
         Args:

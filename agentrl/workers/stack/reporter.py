@@ -26,7 +26,7 @@ from agentrl.workflow.store import leases, run_reports
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves, episode_rows
 from agentrl.workflow.store.reads.paging import Paging
-from agentrl.workflow.store.run_reports import Report
+from agentrl.workflow.store.run_reports import TrackerReport
 from agentrl.workflow.trackers import (
     EVALUATION,
     ITERATION,
@@ -50,7 +50,7 @@ LEASE_MARGIN_SECONDS = 30.0
 class Reporter:
     """A writer of a run to a tracker, until the run has ended or the process is asked to stop."""
 
-    def __init__(self, db: Database, report: Report, claim: str) -> None:
+    def __init__(self, db: Database, report: TrackerReport, claim: str) -> None:
         self.db, self.report, self.claim = db, report, claim
         self.tracker: Tracker = find("trackers", report.tracker)
         self.run = load_run(db, report.run_id)
@@ -153,7 +153,7 @@ def load_run(db: Database, run_id: int) -> TrackedRun:
     )
 
 
-def describe_failure(report: Report, tracker: Tracker | None, error: BaseException) -> str:
+def describe_failure(report: TrackerReport, tracker: Tracker | None, error: BaseException) -> str:
     """Return why a report failed, in one sentence with the command that helps."""
     if isinstance(error, ModuleNotFoundError) and tracker is not None and error.name == tracker.package:
         return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {AGAIN}"

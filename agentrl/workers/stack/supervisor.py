@@ -43,7 +43,7 @@ MAX_BACKOFF = 30.0
 
 
 @dataclass
-class Child:
+class SupervisedProcess:
     """One supervised process, the time when it may be restarted, and the count of out-of-memory kills before it started."""
 
     role: str
@@ -64,7 +64,7 @@ class Supervisor:
         self.separate = separate
         self.stopping = False
         self.busy_at = time.monotonic()
-        self.children: list[Child] = []
+        self.children: list[SupervisedProcess] = []
         self.listener: socket.socket | None = None
         self.news: Queue[Callable[[], None]] = Queue()
         threading.Thread(target=self._record_losses, name="news", daemon=True).start()
@@ -82,7 +82,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._stop)
         roles = [*([] if self.where.broker_url else ["redis"]), *(SEPARATE if self.separate else WORKERS)]
         try:
-            self.children = [Child(role, self._start(role), time.monotonic()) for role in roles]
+            self.children = [SupervisedProcess(role, self._start(role), time.monotonic()) for role in roles]
             self._watch()
         finally:
             self._end()
@@ -111,7 +111,7 @@ class Supervisor:
         if not _some_run_has_agent():
             return False
         for role in roles:
-            self.children.append(Child(role, None, time.monotonic(), restart_at=0.0))
+            self.children.append(SupervisedProcess(role, None, time.monotonic(), restart_at=0.0))
             self._restart_ended(self.children[-1])
         return True
 
@@ -138,7 +138,7 @@ class Supervisor:
             log.warning("the runs cannot be counted, so the stack counts as busy: %s", error)
             return True
 
-    def _restart_ended(self, child: Child) -> None:
+    def _restart_ended(self, child: SupervisedProcess) -> None:
         code = child.process.poll() if child.process else 0
         now = time.monotonic()
         if code is None:

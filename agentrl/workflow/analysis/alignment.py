@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class TokenBranch:
     """Tokens `start` to before `end`, that all of `members` have, and nobody else has after what they share before."""
 
     start: int
@@ -31,19 +31,19 @@ class Alignment:
     """
 
     common: int
-    branches: Sequence[Branch]
+    branches: Sequence[TokenBranch]
     alone_from: Mapping[int, int]
 
 
 def align(lines: Mapping[int, bytes]) -> Alignment:
     """Align packed lines from their first tokens on."""
-    branches: list[Branch] = []
+    branches: list[TokenBranch] = []
     alone: dict[int, int] = {}
     waiting: list[tuple[int, list[int]]] = [(0, [*lines])] if lines else []
     while waiting:
         start, members = waiting.pop(0)
         end = _common_end(lines, members, start)
-        branches.append(Branch(start, end, tuple(members)))
+        branches.append(TokenBranch(start, end, tuple(members)))
         if len(members) == 1:
             alone[members[0]] = start
             continue

@@ -57,7 +57,7 @@ class ResultDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
@@ -83,14 +83,14 @@ class Comparison:
         return self.token is None and not self.results and not self.rewards and self.stop_reasons is None
 
 
-def compare(left: Episode, right: Episode) -> Comparison:
+def compare(left: Episode, right: Episode) -> EpisodeComparison:
     """Compare two episodes chain by chain, step by step, and their `rewards` and `reward`."""
     pairs = _chain_pairs(left, right)
     common, token = _first_difference(left, right, pairs)
     counts = (_token_count(left), _token_count(right))
     reasons = (left.stop_reason, right.stop_reason)
     keys = (left.task.key, right.task.key)
-    return Comparison(
+    return EpisodeComparison(
         common=common,
         tokens=counts,
         token=token,

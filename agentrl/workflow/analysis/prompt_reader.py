@@ -10,7 +10,7 @@ from agentrl.workflow.trajectory import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class FirstPrompt:
     """The prompt of a task's first turn, as the model reads it."""
 
     text: str
@@ -30,11 +30,11 @@ class PromptReader:
         self._schemas = tuple(tool.schema for tool in made.tools.values())
         self.window = context_and_vocabulary(folder, made.config.model.trust_remote_code)[0]
 
-    def read(self, task: Task) -> Prompt:
+    def read(self, task: Task) -> FirstPrompt:
         """Return the task's prompt.
 
         Raises:
             ModelError: the template refuses its messages.
         """
         ids = self._chat.opening(self._made.env.reset(task), self._schemas)
-        return Prompt(self._chat.decode(ids), len(ids))
+        return FirstPrompt(self._chat.decode(ids), len(ids))

@@ -16,7 +16,7 @@ ELSEWHERE = "it trains in the chain that sampled it"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenPiece:
     """Adjacent tokens of one kind: added by a step's prompt, or sampled.
 
     Args:
@@ -58,7 +58,7 @@ def place_chains(episode: Episode) -> list[ChainPlace]:
     return found
 
 
-def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[Piece]:
+def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[TokenPiece]:
     """Return the pieces with a token from `start` to before `end`, whole."""
     lengths = _line_lengths(episode)
     near = (place for place in places if place.start < end and place.end > start)
@@ -67,7 +67,7 @@ def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end:
     ]
 
 
-def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int]) -> Iterator[Piece]:
+def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int]) -> Iterator[TokenPiece]:
     first = place.steps[0]
     length = _context_length(first, lengths)
     if length:
@@ -76,13 +76,13 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
     for step in place.steps:
         for kind, ids in (("prompt", step.prompt_ids), ("sampled", step.sampled_ids)):
             if ids:
-                yield Piece(at, at + len(ids), kind, step.index, place.chain)  # type: ignore[arg-type]
+                yield TokenPiece(at, at + len(ids), kind, step.index, place.chain)  # type: ignore[arg-type]
                 at += len(ids)
 
 
-def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[Piece]:
+def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
     """What the chain begins with: the line of the step that its first one continues, as far as it does."""
-    found: list[Piece] = []
+    found: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
         if step.shared is not None and step.shared < end:
@@ -90,13 +90,13 @@ def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: in
             found = _before(found, end)
         for kind, ids in (("prompt", step.prompt_ids), ("sampled", step.sampled_ids)):
             if ids:
-                found.append(Piece(end, end + len(ids), kind, step.index, place.chain, shared=True))  # type: ignore[arg-type]
+                found.append(TokenPiece(end, end + len(ids), kind, step.index, place.chain, shared=True))  # type: ignore[arg-type]
                 end += len(ids)
     moved = (replace(piece, start=piece.start + place.start, end=piece.end + place.start) for piece in _before(found, length))
     return list(moved)
 
 
-def _before(pieces: Sequence[Piece], end: int) -> list[Piece]:
+def _before(pieces: Sequence[TokenPiece], end: int) -> list[TokenPiece]:
     return [replace(piece, end=min(piece.end, end)) for piece in pieces if piece.start < end]
 
 

@@ -22,7 +22,7 @@ RESCAN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A piece of the thought or of the content."""
 
     kind: Literal["thought", "content"]
@@ -50,7 +50,7 @@ class TurnStream:
         self._look_at = 0.0
         self._thought, self._content = _Stripped(), _Stripped()
 
-    def take(self, text: str) -> Iterator[Piece]:
+    def take(self, text: str) -> Iterator[TextPiece]:
         """Yield the pieces that this text completes. White space completes none: it is kept for the text behind it."""
         self._space.append(text)
         if not text.strip():
@@ -64,7 +64,7 @@ class TurnStream:
         if self._state == "content":
             yield from _pieces("content", self._content.take(self._take_content()))
 
-    def rest(self, message: Message) -> Iterator[Piece]:
+    def rest(self, message: Message) -> Iterator[TextPiece]:
         """Yield what is left of the turn, which the parser read as this message."""
         self._state = "over"
         yield from _pieces("thought", message.thought[self._thought.told :])
@@ -121,9 +121,9 @@ class _Stripped:
         return sure
 
 
-def _pieces(kind: Literal["thought", "content"], text: str) -> Iterator[Piece]:
+def _pieces(kind: Literal["thought", "content"], text: str) -> Iterator[TextPiece]:
     if text:
-        yield Piece(kind, text)
+        yield TextPiece(kind, text)
 
 
 @cache

@@ -7,7 +7,7 @@ sent is sent again, alone.
 
 from dataclasses import dataclass
 
-from agentrl.workflow.control.snapshot import Claim, IterationState, RunState, Snapshot
+from agentrl.workflow.control.snapshot import Claim, IterationState, RunSnapshot, Snapshot
 
 MAX_HEADER = 128
 """Jobs in one chord header; an iteration of more groups carries several in each."""
@@ -46,7 +46,7 @@ def plan(snapshot: Snapshot) -> list[Action]:
     return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
 
 
-def _plan_run(run: RunState, lease: float) -> list[Action]:
+def _plan_run(run: RunSnapshot, lease: float) -> list[Action]:
     if run.broken:  # the train job of the first iteration makes the checkpoint again; until then nothing else moves
         return [SendTrain(first.id) for first in run.iterations[:1] if _is_missing(first.train, lease)]
     return [action for iteration in run.iterations for action in _plan_iteration(iteration, lease, run.group_seconds)]

@@ -58,7 +58,7 @@ class IterationState:
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunSnapshot:
     """A running run: its open iterations, in order, and the median seconds that one of its groups takes.
 
     `broken`: a checkpoint of it is to be made again before anything samples with it or trains on it.
@@ -75,5 +75,5 @@ class RunState:
 class Snapshot:
     """All running runs, and the lease that a claim lives for (seconds)."""
 
-    runs: tuple[RunState, ...]
+    runs: tuple[RunSnapshot, ...]
     lease_seconds: float

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows.sources import read_source
 from agentrl.workflow.datasets import Dataset
-from agentrl.workflow.datasets.jsonl import Row, malformed_error, read_file, read_values
+from agentrl.workflow.datasets.jsonl import TaskRow, malformed_error, read_file, read_values
 from agentrl.workflow.errors import DatasetError, ToolFailure, did_you_mean
 from agentrl.workflow.plugins import find
 from agentrl.workflow.settings import settings
@@ -81,20 +81,20 @@ def _is_same(result: str, written: str) -> bool:
     return abs(Fraction(result) - meant) <= ROUNDING_SHARE * abs(Fraction(result))
 
 
-def _task(split: str, row: Row) -> Task:
+def _task(split: str, row: TaskRow) -> Task:
     annotations = len(ANNOTATION.findall(row.reference))
     return Task(_key(split, row), row.messages, _number(row), {"annotations": annotations})
 
 
-def _key(split: str, row: Row) -> str:
+def _key(split: str, row: TaskRow) -> str:
     return f"gsm8k/{split}/{row.line}"
 
 
-def _number(row: Row) -> str:
+def _number(row: TaskRow) -> str:
     return row.reference.rpartition("####")[2].strip().replace(",", "")
 
 
-def _rows(split: str) -> list[Row]:
+def _rows(split: str) -> list[TaskRow]:
     if split not in SPLITS:
         raise DatasetError(f"gsm8k has no split {split!r}.", did_you_mean(split, SPLITS))
     folder = settings().gsm8k_dir
@@ -105,7 +105,7 @@ def _rows(split: str) -> list[Row]:
     return rows
 
 
-def _read_hub(split: str) -> tuple[list[Row], list[str]]:
+def _read_hub(split: str) -> tuple[list[TaskRow], list[str]]:
     try:
         return read_values(read_source(DatasetConfig(name=f"{HUB_NAME}:main", split=split)))
     except DatasetError as error:

@@ -54,7 +54,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskRow:
     """One well-formed line. `line` counts from 1."""
 
     line: int
@@ -90,7 +90,7 @@ def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> Non
         raise malformed_error(config.name, problems, SKIP_HINT)
 
 
-def read_file(path: Path) -> tuple[list[Row], list[str]]:
+def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
     """Return the well-formed rows of a file of JSON lines, and `line N: why` for each other line.
 
     Raises:
@@ -112,14 +112,14 @@ def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError
     )
 
 
-def read_rows(lines: Iterable[bytes]) -> tuple[list[Row], list[str]]:
+def read_rows(lines: Iterable[bytes]) -> tuple[list[TaskRow], list[str]]:
     """Return the well-formed rows of lines of JSON, and `line N: why` for each malformed line."""
     return read_values(formats.parse_json_lines(lines))
 
 
-def read_values(sources: Iterable[SourceRow]) -> tuple[list[Row], list[str]]:
+def read_values(sources: Iterable[SourceRow]) -> tuple[list[TaskRow], list[str]]:
     """Return the well-formed rows, and `line N: why` for each malformed one."""
-    rows: list[Row] = []
+    rows: list[TaskRow] = []
     problems: list[str] = []
     for source in sources:
         try:
@@ -129,7 +129,7 @@ def read_values(sources: Iterable[SourceRow]) -> tuple[list[Row], list[str]]:
     return rows, problems
 
 
-def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
+def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> TaskRow:
     row = prefer_mapped(row, mapped, (PROMPTS, REFERENCES)) if mapped else row
     prompt = "chosen" if _has_implicit_prompt(row) else only_one_of(PROMPTS, row)
     reference, answer = _find_reference(row)
@@ -143,7 +143,7 @@ def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Row:
         messages = (Message("user", _prompt_text(prompt, row[prompt])),)
     if isinstance(answer, list):
         answer, metadata = _first_answer(reference, answer, metadata)
-    return Row(number, messages, _reference(reference, answer), metadata)
+    return TaskRow(number, messages, _reference(reference, answer), metadata)
 
 
 def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Sequence[str]]) -> dict[str, Any]:

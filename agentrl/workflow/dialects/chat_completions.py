@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.chat.parsing import END_THINK
 from agentrl.workflow.chat.stop_strings import StopCut
-from agentrl.workflow.chat.turn_stream import Piece, TurnStream
+from agentrl.workflow.chat.turn_stream import TextPiece, TurnStream
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
 from agentrl.workflow.dialects.chat_requests import read
 from agentrl.workflow.trajectory import Message
@@ -22,7 +22,7 @@ from agentrl.workflow.trajectory import Message
 if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
-__all__ = ["Events", "error_body", "models", "parse_turn", "read", "whole"]
+__all__ = ["StreamEvents", "error_body", "models", "parse_turn", "read", "whole"]
 
 Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
@@ -56,7 +56,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code or None}}
 
 
-class Events:
+class StreamEvents:
     """The events of a streamed reply, in order: `begin`, then for each choice `token` by token and its `end`, then `close`.
 
     Args:
@@ -141,7 +141,7 @@ def _choice(ask: Ask, turn: ResponseTurn, number: int, request_id: str, chat: "C
     return choice | ({"token_ids": list(turn.completion.token_ids)} if ask.token_ids else {})
 
 
-def _delta(piece: Piece) -> dict[str, str]:
+def _delta(piece: TextPiece) -> dict[str, str]:
     return dict.fromkeys(KINDS[piece.kind], piece.text)
 
 

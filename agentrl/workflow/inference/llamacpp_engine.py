@@ -15,7 +15,7 @@ from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, likeliest, logprobs, seed, token_ids
-from agentrl.workflow.inference.server_responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, Tokens
+from agentrl.workflow.inference.server_responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, TokenizeAnswer
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason
@@ -57,7 +57,7 @@ class LlamaServer:
         """
         window = self._connection.read(Props, "/props").default_generation_settings.n_ctx
         asked = {"content": _PROBE, "add_special": False, "parse_special": False}
-        theirs = self._connection.read(Tokens, "/tokenize", asked).tokens
+        theirs = self._connection.read(TokenizeAnswer, "/tokenize", asked).tokens
         if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
             said = f"The server at {self._connection.url} has another tokenizer than {self._policy.config.path}."
             raise ModelError(said, "Start llama-server with a GGUF file of that model.")

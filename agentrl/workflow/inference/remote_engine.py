@@ -37,7 +37,7 @@ class ServerTurn:
     top: Sequence[Likeliest] = ()
 
 
-class Server(Protocol):
+class EngineServer(Protocol):
     """The routes of one kind of server."""
 
     def greet(self) -> int:
@@ -63,7 +63,7 @@ class ServedEngine:
         slots: the most requests open at once; the others wait in order.
     """
 
-    def __init__(self, policy: Policy, server: Server, slots: int) -> None:
+    def __init__(self, policy: Policy, server: EngineServer, slots: int) -> None:
         self._policy = policy
         self._server = server
         self._greeting = threading.Lock()

@@ -87,7 +87,7 @@ class Completions(ServerResponse):
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
 
 
-class Window(ServerResponse):
+class SlotWindow(ServerResponse):
     """The window of a slot of llama.cpp, in tokens."""
 
     n_ctx: int | None = Field(None, gt=0)
@@ -96,10 +96,10 @@ class Window(ServerResponse):
 class Props(ServerResponse):
     """`/props` of llama.cpp."""
 
-    default_generation_settings: Window = Window()
+    default_generation_settings: SlotWindow = SlotWindow()
 
 
-class Tokens(ServerResponse):
+class TokenizeAnswer(ServerResponse):
     """`/tokenize` of llama.cpp."""
 
     tokens: list[int] = Field(fail_fast=True)

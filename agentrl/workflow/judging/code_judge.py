@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.runtime.warm_processes import Warm
-from agentrl.workflow.sandbox import Limits, Result, Session, exact_json, function_tests, program_tests
+from agentrl.workflow.sandbox import CodeResult, Limits, Session, exact_json, function_tests, program_tests
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
@@ -79,7 +79,7 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
     return []
 
 
-def _describe(result: Result) -> str:
+def _describe(result: CodeResult) -> str:
     return f"{result.status} {result.output.strip()[-300:]}".strip()
 
 
@@ -95,7 +95,7 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
         yield batch
 
 
-def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> Result:
+def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> CodeResult:
     """Call a function of ours inside, with arguments as text: the result is `ok`, or say that they took too much.
 
     Args:

@@ -72,7 +72,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-class Server:
+class McpServer:
     """The process behind a server's name, shared by all threads.
 
     `started` counts its processes.
@@ -206,11 +206,11 @@ def _block(block: Any) -> str:
     return f"[{block.type} that cannot be shown]"
 
 
-_servers: dict[str, Server] = {}
+_servers: dict[str, McpServer] = {}
 _servers_lock = threading.Lock()
 
 
-def server(name: str) -> Server:
+def server(name: str) -> McpServer:
     """Return the server of that name in this process, made but not started at first use.
 
     Raises:
@@ -219,7 +219,7 @@ def server(name: str) -> Server:
     check_sdk()
     with _servers_lock:
         if name not in _servers:
-            _servers[name] = Server(name)
+            _servers[name] = McpServer(name)
         return _servers[name]
 
 

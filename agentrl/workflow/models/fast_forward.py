@@ -26,7 +26,7 @@ Mask = Tensor | dict[str, Tensor | None] | None
 """One mask, one for each kind of layer, or none."""
 
 Pass = Callable[[Tensor, Tensor, Mask, Cache], Tensor]
-"""(ids, positions, mask, slots) -> logits, as in `Forward.__call__`."""
+"""(ids, positions, mask, slots) -> logits, as in `FastForward.__call__`."""
 
 Product = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
@@ -45,7 +45,7 @@ class _Block:
     narrow: Product
 
 
-class Forward:
+class FastForward:
     """A forward pass to the logits (B, V) after the last of (B, T) ids; equal to `model(...)` up to rounding.
 
     Args:
@@ -118,7 +118,7 @@ class Forward:
 
 
 def is_supported(model: Any, adapter: str = "") -> bool:
-    """Return whether `Forward` can compute this model."""
+    """Return whether `FastForward` can compute this model."""
     core = model.get_base_model() if adapter else model
     return type(core) in SUPPORTED and core.config._attn_implementation == "sdpa"
 

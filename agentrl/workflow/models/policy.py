@@ -31,7 +31,7 @@ from agentrl.workflow.models import loading
 from agentrl.workflow.models.adapter_precision import cast_adapters_down
 from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import mixed_dtype, pick_device
-from agentrl.workflow.models.fast_forward import Forward, Pass, is_supported, transformers_pass
+from agentrl.workflow.models.fast_forward import FastForward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
 from agentrl.workflow.models.lora_targets import LoraLayers, count_by_name
@@ -298,7 +298,7 @@ class Policy:
         """The engine's forward pass over the published weights; a base that the trainer shares gets no packed copy."""
         if not self.has_fast_forward():
             return transformers_pass(model)
-        return Forward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, self._sampling_adapter)
+        return FastForward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, self._sampling_adapter)
 
     @property
     def _sampling_adapter(self) -> str:

@@ -21,7 +21,7 @@ from agentrl.workflow.errors import InfraError
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
 from agentrl.workflow.runtime.once_per_process import Once
-from agentrl.workflow.sandbox import Limits, Result, Session, exact_json
+from agentrl.workflow.sandbox import CodeResult, Limits, Session, exact_json
 from agentrl.workflow.sandbox.function_tests import args_of
 from agentrl.workflow.sandbox.program_tests import CALLER, WITH_SOURCE
 from agentrl.workflow.tools.python import SANDBOX, sandbox, system_failed
@@ -147,7 +147,7 @@ class Budget:
         """Whether nothing may begin any more."""
         return self.used >= self._most or self._idle >= WHOLE_IDLE_SECONDS
 
-    def pay(self, result: Result) -> None:
+    def pay(self, result: CodeResult) -> None:
         """Take what a cell or call has used."""
         self.used += result.cpu_seconds
         self._idle += max(0.0, result.wall_seconds - result.cpu_seconds - result.waited_seconds - SERVED_SECONDS)
@@ -218,7 +218,7 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
     return sum(code_judge.passed(given)) / len(cases)
 
 
-def _ended(result: Result) -> Result:
+def _ended(result: CodeResult) -> CodeResult:
     if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a test: {result.status}: {result.output[:300]}")
     return result

@@ -71,7 +71,7 @@ DEFAULTS = Limits()
 
 
 @dataclass(frozen=True)
-class Result:
+class CodeResult:
     """The outcome of a piece of code.
 
     Args:
@@ -110,7 +110,7 @@ class Session(Protocol):
         """Whether it can run another cell, as far as is known."""
         ...
 
-    def run(self, code: str, limits: Limits | None = None) -> Result:
+    def run(self, code: str, limits: Limits | None = None) -> CodeResult:
         """Run a cell; the value of a last expression is printed. `limits` replace the session's for this cell.
 
         Raises:
@@ -119,7 +119,9 @@ class Session(Protocol):
         """
         ...
 
-    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(
+        self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
+    ) -> CodeResult:
         """Call a function that the cells defined, with plain data. How other values come out: see `sandbox.exact_json`.
 
         Args:
@@ -141,7 +143,7 @@ class Sandbox(Protocol):
         """bwrap, landlock, docker or unsafe."""
         ...
 
-    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
         """Run a program in a fresh interpreter with a fresh /tmp; nothing of it is left when this returns."""
         ...
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from logging import getLogger
 
 from agentrl.workflow.errors import InfraError
-from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, spawn
+from agentrl.workflow.sandbox import DEFAULTS, CodeResult, Limits, spawn
 from agentrl.workflow.sandbox.boxed_session import open_session
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Launch
@@ -34,7 +34,7 @@ class Boxed:
         self._closed = False
         self._sessions: set[CellSession] = set()
 
-    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
         """See `Sandbox.run`."""
         with self._turns.hold():
             try:
@@ -44,7 +44,7 @@ class Boxed:
             except Exception as error:  # no descriptor, no memory, a bug of ours: never the program's mistake
                 log.exception("a sandbox failed")
                 said = f"{type(error).__name__}: {error}"
-            return Result("sandbox_fault", said, None, 0.0, 0.0, self.kind)
+            return CodeResult("sandbox_fault", said, None, 0.0, 0.0, self.kind)
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
@@ -64,7 +64,7 @@ class Boxed:
         for session in sessions:
             session.close()
 
-    def _run(self, code: str, stdin: str, limits: Limits) -> Result:
+    def _run(self, code: str, stdin: str, limits: Limits) -> CodeResult:
         with ExitStack() as files:
             source, typed = (spawn.memory_file(text.encode(errors="surrogateescape")) for text in (code, stdin))
             for file in (source, typed):
@@ -72,7 +72,7 @@ class Boxed:
             program = Program(source, typed, limits)
             return self._run_warm(program) if self.launch.nests else run_cold(self.launch, program, self._turns.running)
 
-    def _run_warm(self, program: Program) -> Result:
+    def _run_warm(self, program: Program) -> CodeResult:
         with self._lock:
             zygote = self._idle.pop() if self._idle else None
         if zygote is None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, freeze, spawn
-from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, CgroupEvents
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, drain, explain_error, watch
@@ -77,7 +77,7 @@ class BoxedLine:
         spent_now, members = lambda: self._cpu_seconds() - before, lambda: self._box.members() - self._keepers - self._state
         return watch(self._printed, self._socket.fileno(), limits, spent_now, members, running)
 
-    def read_usage(self) -> tuple[Events, float]:
+    def read_usage(self) -> tuple[CgroupEvents, float]:
         """See `Line.read_usage`."""
         return self._box.cgroup.events(), self._cpu_seconds()
 
@@ -93,14 +93,14 @@ class BoxedLine:
         """See `Line.go_on`."""
         self._box.go_on()
 
-    def close(self) -> Events:
+    def close(self) -> CgroupEvents:
         """See `Line.close`."""
         before = self._box.cgroup.events()
         self._box.close()
         after = self._box.cgroup.events()  # by now a control group is gone, and a keeper has reported
         self._socket.close()
         os.close(self._printed)
-        return Events(max(before.oom, after.oom), max(before.pids, after.pids), max(before.disk, after.disk))
+        return CgroupEvents(max(before.oom, after.oom), max(before.pids, after.pids), max(before.disk, after.disk))
 
     def _cpu_seconds(self) -> float:
         return cpu_seconds_of(self._box, self._keepers | self._state)

@@ -137,7 +137,7 @@ def drain(output: int) -> None:
         send(b"O", data)
 
 
-class Relay:
+class FrameRelay:
     """A relay of frames between the host and the child."""
 
     def __init__(self, child: int, output: int, control: socket.socket, ready: int) -> None:
@@ -246,7 +246,7 @@ def main() -> None:
     theirs.close()
     for fd in (sources, code, stdin, told, made_ready):
         os.close(fd)
-    relay = Relay(child, heard, ours, ready)
+    relay = FrameRelay(child, heard, ours, ready)
     ended = relay.run()
     send(b"E", counts(relay.waits.seconds))
     send(b"X", str(ended).encode())

@@ -24,16 +24,16 @@ _numbers = count()
 
 
 @dataclass(frozen=True)
-class Events:
+class CgroupEvents:
     """Counts so far: kills for memory, refused processes, kills for disk use."""
 
     oom: int = 0
     pids: int = 0
     disk: int = 0
 
-    def since(self, before: "Events") -> "Events":
+    def since(self, before: "CgroupEvents") -> "CgroupEvents":
         """Return the events since `before`."""
-        return Events(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
+        return CgroupEvents(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
 class Cgroup:
@@ -59,10 +59,10 @@ class Cgroup:
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
         self._write("pids", "pids.max", "pids.max", processes + SPARE_PROCESSES)
 
-    def events(self) -> Events:
+    def events(self) -> CgroupEvents:
         """Return the kernel's interventions to keep the limits."""
         memory = self._pairs("memory", "memory.oom_control", "memory.events")
-        return Events(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
+        return CgroupEvents(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
 
     def cpu_seconds(self) -> float | None:
         """Return processor time of all processes that were ever in the group; None where nothing counts it."""

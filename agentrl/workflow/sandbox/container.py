@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits, bridge, payload, seccomp
 from agentrl.workflow.sandbox.bridge import FRAME
-from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, CgroupEvents
 from agentrl.workflow.sandbox.keeper import ENTRIES
 from agentrl.workflow.sandbox.limits_watch import Clock, Overrun, Use
 
@@ -36,7 +36,7 @@ SHM_BYTES = 1 << 20
 class KernelCounts:
     """The kernel's counts for all of a container's processes."""
 
-    events: Events
+    events: CgroupEvents
     cpu_seconds: float
     waited_seconds: float = 0.0
 
@@ -94,7 +94,7 @@ class Container:
         self._out, self._in = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._out, False)
         self._waiting = bytearray(_opening_frame(scripts, arguments, code, stdin))
-        self.counted = KernelCounts(Events(), 0.0)
+        self.counted = KernelCounts(CgroupEvents(), 0.0)
 
     def ask(self, kind: bytes, data: bytes = b"") -> None:
         """Queue a frame for the bridge; it is sent while frames are read."""
@@ -229,4 +229,4 @@ def _opening_frame(scripts: Sequence[str], arguments: Sequence[int], code: bytes
 def _parse_counts(data: bytes) -> KernelCounts:
     found = json.loads(data)
     cpu = found.get("cpu_ns", 0) / 1e9 or found.get("cpu_us", 0) / 1e6
-    return KernelCounts(Events(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])
+    return KernelCounts(CgroupEvents(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits
-from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.cgroups import CgroupEvents
 from agentrl.workflow.sandbox.container import KIND, LOOK_SECONDS, START_SECONDS, Container
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.freeze import SettleError
@@ -47,7 +47,7 @@ class ContainerLine:
         """See `Line.watch`."""
         return self._container.follow(limits, running, self._hears)
 
-    def read_usage(self) -> tuple[Events, float]:
+    def read_usage(self) -> tuple[CgroupEvents, float]:
         """See `Line.read_usage`."""
         before = self._container.counted
         self._container.ask(b"E")
@@ -75,7 +75,7 @@ class ContainerLine:
         """See `Line.go_on`."""
         self._container.ask(b"G")
 
-    def close(self) -> Events:
+    def close(self) -> CgroupEvents:
         """See `Line.close`."""
         self._container.close()
         return self._container.counted.events

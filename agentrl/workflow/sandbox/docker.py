@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 
 from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
-from agentrl.workflow.sandbox import DEFAULTS, Limits, Result, bridge, uid_pool
+from agentrl.workflow.sandbox import DEFAULTS, CodeResult, Limits, bridge, uid_pool
 from agentrl.workflow.sandbox.container import KIND, START_SECONDS, Container
 from agentrl.workflow.sandbox.container_session import open_session
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
@@ -50,7 +50,7 @@ class Docker:
         self._lock = threading.Lock()
         self._sessions: set[CellSession] = set()
 
-    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> Result:
+    def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
         """See `Sandbox.run`."""
         numbers = (bridge.CODE, bridge.READY, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
         given = [part.encode(errors="surrogateescape") for part in (code, stdin)]
@@ -59,7 +59,7 @@ class Docker:
             try:
                 return _follow_program(container, limits, self._turns)
             except InfraError as error:
-                return Result("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
+                return CodeResult("sandbox_fault", str(error), None, 0.0, 0.0, KIND)
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
@@ -117,7 +117,7 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
         raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {said[0]}", f"docker pull {image}")
 
 
-def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> Result:
+def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
     """Follows a program to its end.
 
     Raises:
@@ -143,4 +143,4 @@ def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) 
     came_to = status(limits, use.overrun, next(iter(code), None), used.cpu_seconds, used.events)
     exit_code = None if use.overrun else code[0]
     cpu, waited = used.cpu_seconds, use.waited_seconds
-    return Result(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, KIND, waited_seconds=waited)
+    return CodeResult(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, KIND, waited_seconds=waited)

@@ -9,7 +9,7 @@ the machine. Then `kill(-1)` reaches exactly all of them, in one step that a for
 SPEC is JSON, see `Spec`. Over the control socket the keeper gets orders: to stop all descendants, which it answers with the
 same byte, and to let them go on; it watches nothing while they are stopped. When its first child ends, a limit is passed, or
 the socket's other end is closed (by a host that was killed, too), it ends all that is left and removes the folder. At last it
-writes one JSON line, see `Report`.
+writes one JSON line, see `ExitReport`.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ class Spec(TypedDict):
     report: int
 
 
-class Report(TypedDict):
+class ExitReport(TypedDict):
     """The end: the first child's wait status, the limit that was passed ("" for none, "closed" for the control socket),
     processor seconds of all descendants, and how many of them outlived the first child."""
 
@@ -96,7 +96,7 @@ class PathBeneathAttr(ctypes.Structure):
     _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
 
 
-class Program(ctypes.Structure):
+class SockFprog(ctypes.Structure):
     """struct sock_fprog."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
@@ -162,7 +162,7 @@ def confine(spec: Spec) -> None:
     enter_domain(EVERY_FILE_RIGHT, EVERY_TCP_RIGHT, [*rules, (spec["folder"], WRITE)])
     for hexadecimal in spec["filters"]:
         code = bytes.fromhex(hexadecimal)
-        program = Program(len(code) // 8, code)
+        program = SockFprog(len(code) // 8, code)
         check_answer(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
@@ -411,7 +411,7 @@ def main(spec: Spec) -> None:
     finally:
         ended = end_all()
     code = ended.pop(child) if status is None else status
-    report = Report(status=code, passed=limit, cpu_seconds=cpu_seconds([]), left=len(ended))
+    report = ExitReport(status=code, passed=limit, cpu_seconds=cpu_seconds([]), left=len(ended))
     remove(spec["folder"])
     os.write(spec["report"], json.dumps(report).encode() + b"\n")
 

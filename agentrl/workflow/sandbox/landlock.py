@@ -37,7 +37,7 @@ from agentrl.workflow.errors import SandboxUnavailable
 from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.sandbox import Limits, cgroups, keeper, payload, seccomp, spawn, uid_pool
 from agentrl.workflow.sandbox.boxed import Boxed
-from agentrl.workflow.sandbox.cgroups import Cgroup, Events
+from agentrl.workflow.sandbox.cgroups import Cgroup, CgroupEvents
 from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.self_test import holds, interpreters
 from agentrl.workflow.sandbox.uid_pool import UidLease
@@ -151,9 +151,9 @@ class Tally:
     def __init__(self, cgroup: Cgroup, report: int) -> None:
         self._cgroup = cgroup
         self._report = report
-        self._said: keeper.Report | None = None
+        self._said: keeper.ExitReport | None = None
 
-    def report(self) -> keeper.Report | None:
+    def report(self) -> keeper.ExitReport | None:
         """Return the keeper's report; None until the keeper has ended."""
         if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
@@ -164,11 +164,11 @@ class Tally:
         """See `Counts.set_limits`."""
         self._cgroup.set_limits(memory_bytes, processes)
 
-    def events(self) -> Events:
+    def events(self) -> CgroupEvents:
         """See `Counts.events`."""
         kernel, said = self._cgroup.events(), self.report()
         passed = said["passed"] if said else ""
-        return Events(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
+        return CgroupEvents(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
         """Return the processes of the control group, where there is one."""
@@ -198,7 +198,7 @@ class KeptProcess:
         self._uid = uid
         self._undone = undone
         self._closed = False
-        self._said: keeper.Report | None = None
+        self._said: keeper.ExitReport | None = None
 
     def members(self) -> set[int]:
         """See `RunningSandbox.members`: its user's, or the keeper's descendants, listed twice since orphans move up."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl.workflow.sandbox import Limits
-from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.cgroups import CgroupEvents
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Counts(Protocol):
         """Set the limits."""
         ...
 
-    def events(self) -> Events:
+    def events(self) -> CgroupEvents:
         """Return the kernel's interventions to keep the limits."""
         ...
 

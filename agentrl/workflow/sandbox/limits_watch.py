@@ -18,7 +18,7 @@ from typing import Literal
 
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.sandbox import Limits, Status, proc
-from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox.cgroups import CgroupEvents
 from agentrl.workflow.sandbox.launch import RunningSandbox
 
 SHORTEST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 0.5
@@ -173,7 +173,7 @@ def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> floa
     return sum(proc.processor_seconds(process) for process in box.members() - lasting)
 
 
-def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: Events) -> Status:
+def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: CgroupEvents) -> Status:
     """Return the status of a program that ended.
 
     Args:

@@ -75,11 +75,11 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
     """
     try:
         tests = Tests(reference, test, function)
-        void = tests.run(lambda right: Relay(right, (), True, tests.sources))
-        relays: list[Relay] = []
+        void = tests.run(lambda right: FunctionRelay(right, (), True, tests.sources))
+        relays: list[FunctionRelay] = []
 
-        def relay(right: Callable[..., Any]) -> Relay:
-            relays.append(Relay(right, told, final, tests.sources))
+        def relay(right: Callable[..., Any]) -> FunctionRelay:
+            relays.append(FunctionRelay(right, told, final, tests.sources))
             return relays[-1]
 
         held = tests.run(relay)
@@ -91,7 +91,7 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
     return {"passed": [number in held for number in counted], "asked": relays[0].asked, "known": relays[0].known}
 
 
-class Relay:
+class FunctionRelay:
     """A stand-in for the model's function."""
 
     def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool, sources: "_Sources") -> None:
@@ -305,7 +305,7 @@ class Tests:
         """The number of asserts."""
         return len(self._lines)
 
-    def run(self, relay: Callable[[Callable[..., Any]], Relay]) -> set[int]:
+    def run(self, relay: Callable[[Callable[..., Any]], FunctionRelay]) -> set[int]:
         """Run the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
         random.seed(0)
         self._held = {}

@@ -16,8 +16,8 @@ from typing import Any
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.socket_pair import socket_pair
-from agentrl.workflow.sandbox import Limits, Result, spawn
-from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, Events
+from agentrl.workflow.sandbox import CodeResult, Limits, spawn
+from agentrl.workflow.sandbox.cgroups import SPARE_PROCESSES, CgroupEvents
 from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, decode_output, explain_error, status, watch
 
@@ -39,7 +39,7 @@ def whole_seconds(limits: Limits) -> int:
     return max(1, math.ceil(limits.cpu_seconds))
 
 
-def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Result:
+def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> CodeResult:
     """Run a program in a sandbox of its own.
 
     Raises:
@@ -67,7 +67,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Re
             code = box.close()
         cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # without a control group it is known only now
         if not os.read(heard, 1):
-            return Result("sandbox_fault", decode_output(use.output), code, 0.0, use.wall_seconds, launch.kind)
+            return CodeResult("sandbox_fault", decode_output(use.output), code, 0.0, use.wall_seconds, launch.kind)
         return _result(launch.kind, limits, use, code, cpu, events)
 
 
@@ -97,7 +97,7 @@ class Zygote:
         self._keepers = self._box.members()
         self.alive = True
 
-    def run(self, program: Program, running: Callable[[], int]) -> Result:
+    def run(self, program: Program, running: Callable[[], int]) -> CodeResult:
         """Run a program; afterwards `alive` says whether the zygote can run another."""
         limits, cgroup = program.limits, self._box.cgroup
         cgroup.set_limits(limits.memory_bytes, limits.processes)
@@ -113,13 +113,13 @@ class Zygote:
         finally:
             os.close(printed)
         after, cpu = cgroup.events(), used()
-        events = Events(after.oom - before.oom, after.pids - before.pids)
+        events = CgroupEvents(after.oom - before.oom, after.pids - before.pids)
         reply = b"" if use.overrun else self._line.recv(4096)
         told: dict[str, Any] = json.loads(reply) if reply else {"code": None, "cpu": 0.0}
         if told["code"] is None:
             self.close()
             if use.overrun is None and not events.oom:
-                return Result("sandbox_fault", decode_output(use.output), None, 0.0, use.wall_seconds, self._kind)
+                return CodeResult("sandbox_fault", decode_output(use.output), None, 0.0, use.wall_seconds, self._kind)
         return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Zygote:
         return printed
 
 
-def _result(kind: str, limits: Limits, use: Use, code: int | None, cpu: float, events: Events) -> Result:
+def _result(kind: str, limits: Limits, use: Use, code: int | None, cpu: float, events: CgroupEvents) -> CodeResult:
     came_to = status(limits, use.overrun, code, cpu, events)
     exit_code, waited = None if use.overrun else code, use.waited_seconds
-    return Result(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, kind, waited_seconds=waited)
+    return CodeResult(came_to, decode_output(use.output), exit_code, cpu, use.wall_seconds, kind, waited_seconds=waited)

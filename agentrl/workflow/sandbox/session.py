@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeGuard
 
 from agentrl.workflow.errors import ConfigError, InfraError
-from agentrl.workflow.sandbox import Limits, Result, Status, exact_json
-from agentrl.workflow.sandbox.cgroups import Events
+from agentrl.workflow.sandbox import CodeResult, Limits, Status, exact_json
+from agentrl.workflow.sandbox.cgroups import CgroupEvents
 from agentrl.workflow.sandbox.fair_semaphore import FairSemaphore
 from agentrl.workflow.sandbox.freeze import SettleError
 from agentrl.workflow.sandbox.limits_watch import Use, decode_output, status
@@ -67,7 +67,7 @@ class Line(Protocol):
         """Wait until a message comes or a limit is passed."""
         ...
 
-    def read_usage(self) -> tuple[Events, float]:
+    def read_usage(self) -> tuple[CgroupEvents, float]:
         """Return (the kernel's interventions, processor seconds of the cell or of all cells so far)."""
         ...
 
@@ -79,7 +79,7 @@ class Line(Protocol):
         """Let the stopped processes go on."""
         ...
 
-    def close(self) -> Events:
+    def close(self) -> CgroupEvents:
         """End the session; return the kernel's interventions until then."""
         ...
 
@@ -101,16 +101,18 @@ class CellSession:
         self._limits = limits
         self._turns = turns
         self._lock = threading.Lock()
-        self._before = Events()
+        self._before = CgroupEvents()
         self._calls = 0
         self._state = self._receive(seconds)[1]
         self._line.settle({self._state})
 
-    def run(self, code: str, limits: Limits | None = None) -> Result:
+    def run(self, code: str, limits: Limits | None = None) -> CodeResult:
         """See `Session.run`."""
         return self._ask({"code": code}, limits or self._limits, True)
 
-    def call(self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True) -> Result:
+    def call(
+        self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
+    ) -> CodeResult:
         """See `Session.call`."""
         told = args if isinstance(args, str) else exact_json.encode(list(args))
         result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
@@ -121,13 +123,13 @@ class CellSession:
         with self._lock:
             self._close()
 
-    def _close(self) -> Events:
+    def _close(self) -> CgroupEvents:
         if not self.alive:
-            return Events()
+            return CgroupEvents()
         self.alive = False
         return self._line.close()
 
-    def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
+    def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> CodeResult:
         fixed = ("memory_bytes", "processes", "tmp_bytes")
         if changed := [name for name in fixed if getattr(limits, name) != getattr(self._limits, name)]:
             raise ConfigError(f"A cell's {changed[0]} differs from its session's.", "Open the session with that limit.")
@@ -135,14 +137,14 @@ class CellSession:
             raise ConfigError("A cell's cpu_seconds are more than its session's.", "Open the session with as many.")
         with self._lock, self._turns.hold():
             if not self.alive:
-                return Result("killed", ENDED_TEXT, None, 0.0, 0.0, self._kind)
+                return CodeResult("killed", ENDED_TEXT, None, 0.0, 0.0, self._kind)
             try:
                 self._count(keeps)
                 return self._answer({**request, "cpu": whole_seconds(limits)}, limits, keeps)
             except (BrokenLine, SettleError, EOFError, OSError, InfraError) as error:
                 done = self._close().since(self._before)
                 came_to = status(limits, None, None, 0.0, done)
-                return Result(came_to, f"{ENDED_TEXT} ({error or 'its processes are gone'})", None, 0.0, 0.0, self._kind)
+                return CodeResult(came_to, f"{ENDED_TEXT} ({error or 'its processes are gone'})", None, 0.0, 0.0, self._kind)
             except BaseException:
                 self._close()  # the next line read would be this cell's answer
                 raise
@@ -154,7 +156,7 @@ class CellSession:
             self._calls = 0
             self._answer({"code": "", "cpu": whole_seconds(self._limits)}, self._limits, True)
 
-    def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> Result:
+    def _answer(self, request: dict[str, Any], limits: Limits, keeps: bool) -> CodeResult:
         line = self._line
         line.forget()
         self._before, cpu_before = line.read_usage()
@@ -185,14 +187,16 @@ class CellSession:
         said = decode_output(use.output) + (FULL_TEXT if full else "")
         return self._result(came_to, said, None if use.overrun or full else code, cpu, use)
 
-    def _ended_result(self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: Events, left: int) -> Result:
+    def _ended_result(
+        self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: CgroupEvents, left: int
+    ) -> CodeResult:
         came_to = status(limits, None, done["code"], cpu, events)
         return self._result(came_to, decode_output(use.output), done["code"], cpu, use, done["value"], left)
 
     def _result(
         self, came_to: Status, said: str, code: int | None, cpu: float, use: Use, value: str = "", left: int = 0
-    ) -> Result:
-        return Result(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
+    ) -> CodeResult:
+        return CodeResult(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retry(self, child: int) -> tuple[dict[str, Any], int]:
         """Ends the processes of a cell that had no room for its heir, and lets it try again; returns its message and sender."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunState, Snapshot
+from agentrl.workflow.control.snapshot import Claim, GroupState, IterationState, RunSnapshot, Snapshot
 from agentrl.workflow.store.blocked_runs import awaits_maker
 from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.iterations import staleness_of
@@ -29,7 +29,7 @@ def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
     )
     return Snapshot(
         tuple(
-            RunState(run_id, name, _open_iterations(tx, run_id, now, lease_seconds), _group_seconds(tx, run_id), broken)
+            RunSnapshot(run_id, name, _open_iterations(tx, run_id, now, lease_seconds), _group_seconds(tx, run_id), broken)
             for run_id, name, broken in running
         ),
         lease_seconds,

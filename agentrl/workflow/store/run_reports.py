@@ -25,7 +25,7 @@ _REPORTS = schema.reports.c
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrackerReport:
     """A run in a tracker.
 
     Args:
@@ -61,7 +61,7 @@ def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int)
 
 
 @read_transaction
-def list_due_reports(tx: Connection) -> list[Report]:
+def list_due_reports(tx: Connection) -> list[TrackerReport]:
     """Return the reports to write now, those of the newest runs first."""
     runs, recently = schema.runs.c, datetime.now(UTC) - timedelta(hours=DUE_HOURS)
     due = (runs.status == "running") | (
@@ -72,7 +72,7 @@ def list_due_reports(tx: Connection) -> list[Report]:
 
 
 @read_transaction
-def list_reports(tx: Connection, run: str) -> list[Report]:
+def list_reports(tx: Connection, run: str) -> list[TrackerReport]:
     """Return the reports of a run.
 
     Raises:
@@ -82,12 +82,12 @@ def list_reports(tx: Connection, run: str) -> list[Report]:
     return [_report(row) for row in tx.execute(query).mappings()]
 
 
-def _report(row: Mapping[Any, Any]) -> Report:
-    return Report(**{name: row[name] for name in Report.__slots__})
+def _report(row: Mapping[Any, Any]) -> TrackerReport:
+    return TrackerReport(**{name: row[name] for name in TrackerReport.__slots__})
 
 
 @transaction
-def record_opened(tx: Connection, report: Report, handle: str, url: str) -> None:
+def record_opened(tx: Connection, report: TrackerReport, handle: str, url: str) -> None:
     """Store the tracker's id and page of the run; write an event for a new page."""
     _change(tx, report, handle=handle, url=url)
     if url != report.url:
@@ -95,13 +95,13 @@ def record_opened(tx: Connection, report: Report, handle: str, url: str) -> None
 
 
 @transaction
-def record_written(tx: Connection, report: Report, iteration: int, status: str | None = None) -> None:
+def record_written(tx: Connection, report: TrackerReport, iteration: int, status: str | None = None) -> None:
     """Record the last iteration that the tracker has and, once everything is written, the run's `status`."""
     _change(tx, report, iteration=iteration, error="", **({} if status is None else {"status": status}))
 
 
 @transaction
-def record_failure(tx: Connection, report: Report, error: str) -> None:
+def record_failure(tx: Connection, report: TrackerReport, error: str) -> None:
     """Record why a report could not be written; the run's events say so once until a step is written again."""
     before = tx.execute(select(_REPORTS.error).where(*_is(report)).with_for_update()).scalar_one_or_none()
     if before is None:
@@ -111,11 +111,11 @@ def record_failure(tx: Connection, report: Report, error: str) -> None:
         log(tx, report.run_id, "report_failed", report.tracker, error)
 
 
-def _is(report: Report) -> tuple[Any, ...]:
+def _is(report: TrackerReport) -> tuple[Any, ...]:
     return _REPORTS.run_id == report.run_id, _REPORTS.tracker == report.tracker
 
 
-def _change(tx: Connection, report: Report, **values: Any) -> None:
+def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
     values = {name: storable(value) if isinstance(value, str) else value for name, value in values.items()}
     tx.execute(update(schema.reports).where(*_is(report)).values(values))
 

@@ -12,7 +12,7 @@ _VERSIONS, _LINKS = schema.resources.c, schema.group_resources.c
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class VersionOrigin:
     """The origin of a prompt version: a description, and the versions that it was made from."""
 
     note: str = ""
@@ -20,17 +20,17 @@ class Origin:
 
 
 def link_resources(
-    tx: Connection, run_id: int, groups: Sequence[int], texts: Mapping[str, str], origin: Origin | None = None
+    tx: Connection, run_id: int, groups: Sequence[int], texts: Mapping[str, str], origin: VersionOrigin | None = None
 ) -> None:
     """Say that the groups' episodes work with these texts, each of which becomes a version where the run has none like it."""
-    origin = origin or Origin()
+    origin = origin or VersionOrigin()
     ids = [version_of(tx, run_id, name, text, origin) for name, text in texts.items()]
     rows = [{"group_id": group, "resource_id": version} for group in groups for version in ids]
     if rows:
         tx.execute(schema.group_resources.insert(), rows)
 
 
-def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Origin) -> int:
+def version_of(tx: Connection, run_id: int, name: str, text: str, origin: VersionOrigin) -> int:
     """Return the number of the text's row, which is made where the run has no version like it."""
     mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
     digest = sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.episode_loader import task_value
 from agentrl.workflow.store.iterations import Slot, insert_groups
 from agentrl.workflow.store.planning import log, set_run_status
-from agentrl.workflow.store.run_resources import Origin, link_resources, resources_of_group, version_of
+from agentrl.workflow.store.run_resources import VersionOrigin, link_resources, resources_of_group, version_of
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord, close_iteration
 from agentrl.workflow.tables import schema
@@ -40,7 +40,7 @@ class PlannedGroup:
 
     task: int
     candidate: Mapping[str, str]
-    origin: Origin
+    origin: VersionOrigin
 
 
 @read_transaction
@@ -125,7 +125,10 @@ def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str]
         Fenced: another process has the iteration, or it is over.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
-    ids = [version_of(tx, work.run_id, name, text, Origin("chosen without a trial")) for name, text in (chosen or {}).items()]
+    ids = [
+        version_of(tx, work.run_id, name, text, VersionOrigin("chosen without a trial"))
+        for name, text in (chosen or {}).items()
+    ]
     if ids:
         tx.execute(update(schema.resources).where(schema.resources.c.id.in_(ids)).values(chosen=True))
         versions = select(schema.resources.c.name, schema.resources.c.version).where(schema.resources.c.id.in_(ids))

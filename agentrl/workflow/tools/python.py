@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from agentrl.workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
 from agentrl.workflow.runtime.once_per_process import Once
-from agentrl.workflow.sandbox import MIB, Limits, Result, Sandbox, Session
+from agentrl.workflow.sandbox import MIB, CodeResult, Limits, Sandbox, Session
 from agentrl.workflow.sandbox.find import find_sandbox
 from agentrl.workflow.settings import settings
 from agentrl.workflow.tools import Tool, clip, failure
@@ -85,7 +85,7 @@ class CodeTool(Tool):
         """
         return self._tool_result(session.run(self._program(arguments)))
 
-    def _run_program(self, arguments: Mapping[str, Any]) -> Result:
+    def _run_program(self, arguments: Mapping[str, Any]) -> CodeResult:
         if self.keeps:
             raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Take python.")
         return sandbox().run(self._program(arguments), limits=self.limits)
@@ -98,10 +98,10 @@ class CodeTool(Tool):
             raise ToolFailure("the code holds half a surrogate pair, which no file can hold") from error
         return program
 
-    def _observation(self, result: Result) -> str:
+    def _observation(self, result: CodeResult) -> str:
         return clip(observation(result, self.limits), self.max_characters)
 
-    def _tool_result(self, result: Result) -> ToolResult:
+    def _tool_result(self, result: CodeResult) -> ToolResult:
         try:
             told = ToolResult(self._observation(result))
         except CodeFailure as error:
@@ -152,7 +152,7 @@ def keeps_session(tool: object) -> TypeGuard[CodeTool]:
     return isinstance(tool, CodeTool) and tool.keeps
 
 
-def observation(result: Result, limits: Limits) -> str:
+def observation(result: CodeResult, limits: Limits) -> str:
     """The text that the model reads of a program that succeeded.
 
     Raises:
@@ -171,7 +171,7 @@ def observation(result: Result, limits: Limits) -> str:
     raise CodeFailure("\n".join(filter(None, (said, reason, left))), result.status)
 
 
-def system_failed(result: Result) -> bool:
+def system_failed(result: CodeResult) -> bool:
     """Whether the result says nothing about the code: the sandbox failed, or the machine was too busy."""
     return result.status in ("sandbox_fault", "starved")
 

@@ -38,7 +38,7 @@ from agentrl.workflow.trajectory import Episode, PolicyRef
 T = TypeVar("T")
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """A listener on the progress of a training."""
 
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
@@ -56,7 +56,7 @@ class _SilentProgress:
         pass
 
 
-SILENT: Progress = _SilentProgress()
+SILENT: ProgressListener = _SilentProgress()
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
@@ -224,7 +224,7 @@ def train(
     examples: Sequence[T],
     recipe: Recipe,
     objective: Objective[T],
-    progress: Progress = SILENT,
+    progress: ProgressListener = SILENT,
     held_out: Sequence[T] = (),
     kept: Resumable | None = None,
 ) -> Metrics:

@@ -28,7 +28,7 @@ from agentrl.workflow.training.offline_checkpoint import open_resumable
 from agentrl.workflow.training.offline_training import (
     SILENT,
     Objective,
-    Progress,
+    ProgressListener,
     Recipe,
     Start,
     TrainedModel,
@@ -57,7 +57,7 @@ EMPTY = "nothing sampled"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """Two episodes of one group: their training rows, and the reference's logprobs.
 
     Args:
@@ -88,7 +88,7 @@ def dpo(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = SILENT,
+    progress: ProgressListener = SILENT,
 ) -> TrainedModel:
     """Train a run's model to prefer the first episode of each pair to the second, and save it.
 
@@ -109,7 +109,9 @@ def dpo(
     if not 0 < beta < float("inf"):
         raise ConfigError(f"beta must be above 0, not {beta:g}.", "0.1 is customary.")
     chosen, rejected = (rows_by_episode(side) for side in zip(*pairs, strict=True)) if pairs else ([], [])
-    both = [(ids, Pair(*rows)) for ids, rows in zip(pairs, zip(chosen, rejected, strict=True), strict=True) if all(rows)]
+    both = [
+        (ids, PreferencePair(*rows)) for ids, rows in zip(pairs, zip(chosen, rejected, strict=True), strict=True) if all(rows)
+    ]
     if not both:
         raise StateError(f"In none of {len(pairs)} pairs both episodes sampled anything to learn from.", "agentrl episodes RUN")
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
@@ -118,7 +120,7 @@ def dpo(
     examples = [pair for _, pair in both]
     objective = preference_objective(beta, start.temperature)
     known = sampler_differences(examples) if reference == "sampler" else model_differences(learner.module, examples, objective)
-    examples = [Pair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
+    examples = [PreferencePair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
     ids = [[better.id, worse.id] for (better, worse), _ in both]
     source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
     key = training_key(learner, recipe, source, [pair.rows for pair in examples])
@@ -144,10 +146,10 @@ def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor
     return -logsigmoid(margin), margin
 
 
-def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pair]:
+def preference_objective(beta: float, temperature: float = 1.0) -> Objective[PreferencePair]:
     """Return the mean of `dpo_loss` over a batch's pairs."""
 
-    def terms(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
+    def terms(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
         difference = pair_differences(pairs, logprobs)
         loss, margin = dpo_loss(difference, difference.new_tensor([pair.reference for pair in pairs]), beta)
         margin = margin.detach()
@@ -156,14 +158,14 @@ def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pai
     return Objective(rows=lambda pair: pair.rows, weight=lambda pair: 1.0, terms=terms, temperature=temperature)
 
 
-def pair_differences(pairs: Sequence[Pair], logprobs: Sequence[Tensor]) -> Tensor:
+def pair_differences(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]) -> Tensor:
     """Return the logprob of each pair's (N,) chosen rows minus that of the rejected ones, which come after them."""
     return torch.stack(
         [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
     )
 
 
-def sampler_differences(pairs: Sequence[Pair]) -> list[float]:
+def sampler_differences(pairs: Sequence[PreferencePair]) -> list[float]:
     """Return each pair's difference as the sampler computed it, when it sampled."""
     return [_recorded_logprob(pair.chosen) - _recorded_logprob(pair.rejected) for pair in pairs]
 
@@ -173,7 +175,7 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 
 @torch.no_grad()
-def model_differences(module: nn.Module, pairs: Sequence[Pair], objective: Objective[Pair]) -> list[float]:
+def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
     """Return each pair's difference under the module as it is, without dropout."""
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))

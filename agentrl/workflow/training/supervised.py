@@ -34,7 +34,7 @@ from agentrl.workflow.training.offline_training import (
     SILENT,
     Learner,
     Objective,
-    Progress,
+    ProgressListener,
     Recipe,
     Start,
     TrainedModel,
@@ -89,7 +89,7 @@ def sft(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = SILENT,
+    progress: ProgressListener = SILENT,
 ) -> TrainedModel:
     """Fine-tune a model on a dataset's demonstrations and save it.
 
@@ -159,7 +159,7 @@ def sft_on_episodes(
     threads: int = 0,
     overwrite: bool = False,
     save_every: int | None = None,
-    progress: Progress = SILENT,
+    progress: ProgressListener = SILENT,
 ) -> TrainedModel:
     """Fine-tune a run's model on what these episodes sampled, and save it.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens, find_reader
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
-from agentrl.workflow.analysis.token_strip import ELSEWHERE, Piece, list_pieces, place_chains
+from agentrl.workflow.analysis.token_strip import ELSEWHERE, TokenPiece, list_pieces, place_chains
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
 from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, StepTokens, load_tokens
@@ -77,7 +77,7 @@ class EpisodeTokens:
 
 
 def _lay_out(
-    pieces: Sequence[Piece], stored: Mapping[int, StepTokens | None], start: int, end: int
+    pieces: Sequence[TokenPiece], stored: Mapping[int, StepTokens | None], start: int, end: int
 ) -> tuple[list[int], list[float | None]]:
     ids: list[int] = []
     logprobs: list[float | None] = []
@@ -93,12 +93,12 @@ def _lay_out(
     return ids, logprobs
 
 
-def _within(piece: Piece, start: int, end: int) -> tuple[int, int]:
+def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
     """Which of the piece's tokens are asked for."""
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
-def _packed_ids(piece: Piece, kept: StepTokens | None) -> bytes:
+def _packed_ids(piece: TokenPiece, kept: StepTokens | None) -> bytes:
     if kept is None:
         return b""
     return kept.prompt_ids if piece.kind == "prompt" else kept.sampled_ids
@@ -109,7 +109,7 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
     return list(struct.unpack(f"<{len(part) // TOKEN_BYTES}{kind}", part[: len(part) // TOKEN_BYTES * TOKEN_BYTES]))
 
 
-def _piece_texts(texts: TokenTexts, piece: Piece, kept: StepTokens | None, start: int, end: int) -> list[str]:
+def _piece_texts(texts: TokenTexts, piece: TokenPiece, kept: StepTokens | None, start: int, end: int) -> list[str]:
     """The texts of the piece's tokens that are asked for; a letter may reach over their ends, and into no other piece."""
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
@@ -118,7 +118,9 @@ def _piece_texts(texts: TokenTexts, piece: Piece, kept: StepTokens | None, start
     return texts.of(ids)[first - before : last - before]
 
 
-def _segments(shape: EpisodeShape, pieces: Sequence[Piece], credit: TokenCredit, start: int, end: int) -> list[dict[str, Any]]:
+def _segments(
+    shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
+) -> list[dict[str, Any]]:
     idle = reasons_not_to_train(shape.value)
     return [
         {
@@ -135,17 +137,17 @@ def _segments(shape: EpisodeShape, pieces: Sequence[Piece], credit: TokenCredit,
     ]
 
 
-def _trains(piece: Piece, idle: Mapping[int, str]) -> bool:
+def _trains(piece: TokenPiece, idle: Mapping[int, str]) -> bool:
     return piece.kind == "sampled" and not piece.shared and piece.step not in idle
 
 
-def _why_not(piece: Piece, idle: Mapping[int, str]) -> str | None:
+def _why_not(piece: TokenPiece, idle: Mapping[int, str]) -> str | None:
     if piece.kind == "prompt":
         return None
     return idle.get(piece.step) or (ELSEWHERE if piece.shared else None)
 
 
-def _segment_advantage(piece: Piece, credit: TokenCredit) -> float | None:
+def _segment_advantage(piece: TokenPiece, credit: TokenCredit) -> float | None:
     if credit.of_steps is None:
         return credit.of_all
     values = credit.of_steps.get(piece.step, ())
@@ -153,7 +155,7 @@ def _segment_advantage(piece: Piece, credit: TokenCredit) -> float | None:
 
 
 def _advantages(
-    shape: EpisodeShape, pieces: Sequence[Piece], credit: TokenCredit, start: int, end: int
+    shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[float | None] | None:
     """One for each token, where those of a stretch differ; None where `segments` say it all."""
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):

@@ -10,7 +10,7 @@ from agentrl.workers.page.shown.episode_tokens import packed_line, place_in_line
 from agentrl.workers.page.shown.shown_messages import new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.shown_texts import ShownTexts
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
-from agentrl.workflow.analysis.alignment import Alignment, Branch, align
+from agentrl.workflow.analysis.alignment import Alignment, TokenBranch, align
 from agentrl.workflow.store.reads.credit_rows import load_group_members
 from agentrl.workflow.store.reads.episode_relations import load_run_of, load_task_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape
@@ -177,7 +177,7 @@ def _part_of(answer: GroupAnswer, episode: int, texts: TokenTexts | None) -> dic
     }
 
 
-def _branch(answer: GroupAnswer, branch: Branch, texts: TokenTexts | None) -> dict[str, Any]:
+def _branch(answer: GroupAnswer, branch: TokenBranch, texts: TokenTexts | None) -> dict[str, Any]:
     ids = unpack_ids(answer.lines[branch.members[0]], branch.start, min(branch.end, branch.start + BRANCH_TOKENS))
     text = None if texts is None else texts.whole(ids)
     return {"from_token": branch.start, "to_token": branch.end, "episodes": list(branch.members), "text": text}
