@@ -84,9 +84,9 @@ class TurnStream:
         if tag:
             self._state, self._waiting = "content", after
             return thought
-        kept = overlap(thought, END_THINK)
-        self._waiting = thought[len(thought) - kept :]
-        return thought[: len(thought) - kept]
+        partial_chars = overlap(thought, END_THINK)
+        self._waiting = thought[len(thought) - partial_chars :]
+        return thought[: len(thought) - partial_chars]
 
     def _take_content(self) -> str:
         """What belongs to the content for good."""
@@ -94,9 +94,9 @@ class TurnStream:
             return ""
         before = len(self._before)
         text = self._before + self._waiting
-        found = None if self._begins is None else self._begins.search(text, before, partial=True)
-        end = len(self._waiting) if found is None else found.start() - before
-        if found is not None and not found.partial:
+        match = None if self._begins is None else self._begins.search(text, before, partial=True)
+        end = len(self._waiting) if match is None else match.start() - before
+        if match is not None and not match.partial:
             self._state = "over"
         sure, self._waiting = self._waiting[:end], self._waiting[end:]
         self._before = self._before or sure[:1]
