@@ -201,8 +201,8 @@ def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
 
 
 def window(engine: Engine, max_tokens: int) -> int:
-    """Return the tokens of prompt and answer together: `max_tokens`, the model's own, or what the engine's `window()` says, if that
-    is less.
+    """Return the tokens of prompt and answer together: `max_tokens`, or the model's own or the engine's `window()`, if that is
+    less.
 
     Raises:
         ServiceError, ModelError, InfraError: its server is away, or serves another model.
