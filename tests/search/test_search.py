@@ -175,7 +175,7 @@ def test_a_critic_whose_answer_drips_or_is_huge_is_given_up() -> None:
         ):
             server = threading.Thread(target=drip, args=(piece, pause))
             server.start()
-            asked = Connection(settings, "critic", most=2**20, seconds=1.0)
+            asked = Connection(settings, "critic", max_bytes=2**20, seconds=1.0)
             with pytest.raises(kind, match=said):
                 asked.read(ChatReply, "/v1/chat/completions", {})
             asked.close()
