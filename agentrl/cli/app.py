@@ -22,8 +22,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         from agentrl import __version__
 
         print(__version__)
@@ -50,15 +50,15 @@ def start(
         ) from error
 
 
-def run(words: Sequence[str]) -> int:
+def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
     Raises:
         BrokenPipeError: the reader of the output has closed it.
     """
-    debug = "--debug" in words
+    debug = "--debug" in args
     try:
-        code = app([word for word in words if word != "--debug"], prog_name="agentrl", standalone_mode=False)
+        code = app([arg for arg in args if arg != "--debug"], prog_name="agentrl", standalone_mode=False)
     except typer.Abort:
         return 130
     except SystemExit as error:
@@ -66,7 +66,7 @@ def run(words: Sequence[str]) -> int:
             raise error.__context__ from None
         raise
     except TyperException as error:
-        _say_usage(error.format_message(), words[0] if words else "")
+        _say_usage(error.format_message(), args[0] if args else "")
         return 2
     except AgentRLError as error:
         if debug:
@@ -84,9 +84,9 @@ def run(words: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _say_usage(said: str, command: str) -> None:
-    if said.startswith("Usage:"):  # without a command, typer's message is the help
-        say(said)
+def _say_usage(message: str, command: str) -> None:
+    if message.startswith("Usage:"):  # without a command, typer's message is the help
+        say(message)
     else:
-        say(f"agentrl: {said}")
-        say(f"  agentrl {'' if said.startswith('No such command') else command + ' '}--help")
+        say(f"agentrl: {message}")
+        say(f"  agentrl {'' if message.startswith('No such command') else command + ' '}--help")

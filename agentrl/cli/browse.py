@@ -58,11 +58,11 @@ def _sort_option(default: str) -> Any:
     return typer.Option(metavar="COLUMN", help=text, show_default=False)
 
 
-def _check_sort(sort: str, known: Mapping[str, str]) -> None:
+def _check_sort(sort: str, columns: Mapping[str, str]) -> None:
     from agentrl.workflow.errors import did_you_mean
 
-    if sort.removeprefix("-") not in known:
-        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(sort.removeprefix("-"), known))
+    if sort.removeprefix("-") not in columns:
+        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(sort.removeprefix("-"), columns))
 
 
 def runs(
@@ -147,9 +147,9 @@ def _check_words(status: str | None, stop_reason: str | None) -> None:
     from agentrl.workflow.errors import did_you_mean
     from agentrl.workflow.trajectory import TRANSITIONS, StopReason
 
-    for word, known, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
-        if word is not None and word not in known:
-            raise ConfigError(f"{option} does not know {word!r}.", did_you_mean(word, known))
+    for word, choices, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
+        if word is not None and word not in choices:
+            raise ConfigError(f"{option} does not know {word!r}.", did_you_mean(word, choices))
 
 
 def replay(

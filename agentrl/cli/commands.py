@@ -109,16 +109,16 @@ class LazyCommands(Mapping[str, Any]):
             KeyError: there is no command of that name.
         """
         module, _, attribute = COMMANDS[name].where.partition(":")
-        found = getattr(import_module(module), attribute)
-        if isinstance(found, Typer):
-            info = TyperInfo(found, name=name)
+        target = getattr(import_module(module), attribute)
+        if isinstance(target, Typer):
+            info = TyperInfo(target, name=name)
             return get_group_from_info(info, pretty_exceptions_short=True, suggest_commands=True, rich_markup_mode=None)
         if COMPLETION_VARIABLE in os.environ:
             from agentrl.cli.completion import complete
 
-            complete(found)
+            complete(target)
         settings = {"token_normalize_func": with_hyphens}
-        wanted = CommandInfo(name, cls=Command, callback=found, context_settings=settings)
+        wanted = CommandInfo(name, cls=Command, callback=target, context_settings=settings)
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
 
     def __iter__(self) -> Iterator[str]:

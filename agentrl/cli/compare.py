@@ -65,8 +65,8 @@ def compare(
 def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator[str]:
     """Remarks on other causes of a difference than the policies, a sentence each."""
     if pair.newest != "yes":
-        made = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
-        yield f"Their newest evaluations differ in {pair.newest}; compared are the newest that agree: {made} (UTC)."
+        evaluations = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
+        yield f"Their newest evaluations differ in {pair.newest}; compared are the newest that agree: {evaluations} (UTC)."
     yield from list_remarks(pair.one, pair.other, bool(document["accuracy"]))
 
 
@@ -95,22 +95,22 @@ def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "Paired
     }
 
 
-def _show_comparison(found: Mapping[str, Any]) -> None:
-    show(f"{found['tasks']} tasks of {found['dataset']} ({found['split']})")
+def _show_comparison(comparison: Mapping[str, Any]) -> None:
+    show(f"{comparison['tasks']} tasks of {comparison['dataset']} ({comparison['split']})")
     for side in ("a", "b"):
-        row = found[side]
+        row = comparison[side]
         measures = f"mean {cell(row['mean'])}  accuracy {cell(row['accuracy'])}  n {row['episodes']}  errors {row['errors']}"
         show(f"  {side.upper()}  {measures}  {row['run']}")
-    rights = found["accuracy"]
-    if not found["rewards_differ"]:
-        show(f"  B - A  {_format_difference(found)}")
-        show(f"  B better on {found['won']}, worse on {found['lost']}, equal on {found['tied']}")
+    rights = comparison["accuracy"]
+    if not comparison["rewards_differ"]:
+        show(f"  B - A  {_format_difference(comparison)}")
+        show(f"  B better on {comparison['won']}, worse on {comparison['lost']}, equal on {comparison['tied']}")
     if rights:
         show(f"  B - A of accuracy  {_format_difference(rights)}")
         show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
-    if found["left_out"]:
-        show(f"  {found['left_out']} tasks left out: one side has no done episode")
+    if comparison["left_out"]:
+        show(f"  {comparison['left_out']} tasks left out: one side has no done episode")
 
 
-def _format_difference(found: Mapping[str, Any]) -> str:
-    return f"{cell(found['difference'])}  {format_interval(found)}  p {cell(found['p_value'])} ({found['method']})"
+def _format_difference(measures: Mapping[str, Any]) -> str:
+    return f"{cell(measures['difference'])}  {format_interval(measures)}  p {cell(measures['p_value'])} ({measures['method']})"

@@ -24,15 +24,15 @@ MAX_CHOICES = 100
 def complete(command: Callable[..., Any]) -> None:
     """Set the completion of each parameter of a command."""
     for name, parameter in signature(command, eval_str=True).parameters.items():
-        for told in getattr(parameter.annotation, "__metadata__", ()):
-            if isinstance(told, ParameterInfo) and name in CHOICES:
-                told.autocompletion = _without_errors(CHOICES[name])
+        for metadata in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(metadata, ParameterInfo) and name in CHOICES:
+                metadata.autocompletion = _without_errors(CHOICES[name])
 
 
-def _without_errors(words: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]]:
+def _without_errors(choices: Callable[[str], list[Choice]]) -> Callable[[str], list[Choice]]:
     def complete_quietly(incomplete: str) -> list[Choice]:
         with suppress(Exception):  # a traceback in the middle of somebody's line is worse than no word
-            return words(incomplete)
+            return choices(incomplete)
         return []
 
     return complete_quietly
@@ -61,8 +61,8 @@ def _run_choices(incomplete: str) -> list[Choice]:
 def _episode_choices(incomplete: str) -> list[Choice]:
     from agentrl.workflow.store.reads.episode_rows import list_newest_episodes
 
-    found = _query_database(list_newest_episodes, str(int(incomplete)) if incomplete else "")
-    return [(str(row["id"]), f"{row['name']}, {row['status']}, reward {row['reward']}") for row in found]
+    rows = _query_database(list_newest_episodes, str(int(incomplete)) if incomplete else "")
+    return [(str(row["id"]), f"{row['name']}, {row['status']}, reward {row['reward']}") for row in rows]
 
 
 def _model_choices(incomplete: str) -> list[Choice]:
@@ -97,14 +97,14 @@ def _assignment_choices(incomplete: str) -> list[Choice]:
 
     key, given, word = incomplete.partition("=")
     if not given:
-        return [(f"{each}=", DESCRIPTIONS.get(each, "")) for each in KEYS]
+        return [(f"{option}=", DESCRIPTIONS.get(option, "")) for option in KEYS]
     last = {"dataset.name": "dataset", "model.path": "model", "rollout.engine": "engine", "algorithm.name": "algorithm"}
     values = CHOICES.get(last.get(key, key))
     return [f"{key}={value if isinstance(value, str) else value[0]}" for value in (values(word) if values else [])]
 
 
-def _fixed_choices(*words: str) -> Callable[[str], list[Choice]]:
-    return lambda incomplete: list(words)
+def _fixed_choices(*choices: str) -> Callable[[str], list[Choice]]:
+    return lambda incomplete: list(choices)
 
 
 def _status_choices(incomplete: str) -> list[Choice]:

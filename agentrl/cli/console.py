@@ -62,15 +62,15 @@ def show_rows(
         least: keys that a narrow terminal may leave out, the more important first; a remark names those left out.
         below: keys whose texts get lines of their own, under their row.
     """
-    told = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
+    columns_in_use = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
     width = _width()
-    base = [column for column in told if column.partition("=")[0] not in least]
+    base = [column for column in columns_in_use if column.partition("=")[0] not in least]
     for key in least:
-        wider = [column for column in told if column in base or column.partition("=")[0] == key]
+        wider = [column for column in columns_in_use if column in base or column.partition("=")[0] == key]
         base = wider if _natural_width(rows, wider) <= width else base
-    left_out = [column.rpartition("=")[2] for column in told if column not in base]
-    told = base
-    titles, cells = [column.rpartition("=")[2] for column in told], _cells(rows, told)
+    left_out = [column.rpartition("=")[2] for column in columns_in_use if column not in base]
+    columns_in_use = base
+    titles, cells = [column.rpartition("=")[2] for column in columns_in_use], _cells(rows, columns_in_use)
     notes = [
         [f"    {key}: {one_line(str(row[key]), max(width - 6 - len(key), 20))}" for key in below if row[key]] for row in rows
     ]
@@ -85,8 +85,8 @@ def show_rows(
 
 def _width() -> int:
     """The width of the output: the terminal's, or COLUMNS; unlimited for a file."""
-    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return shutil.get_terminal_size().columns if told else 100_000
+    is_limited = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return shutil.get_terminal_size().columns if is_limited else 100_000
 
 
 def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
@@ -126,10 +126,10 @@ def console(stderr: bool = False) -> Any:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
-def format_interval(found: Mapping[str, Any]) -> str:
+def format_interval(measures: Mapping[str, Any]) -> str:
     """Return `95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
-    whose = f"{found['interval_by']} " if found["interval_by"] else ""
-    return f"95% {whose}[{cell(found['low'])}, {cell(found['high'])}]"
+    whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
+    return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"
 
 
 def format_decimals(value: float) -> str:

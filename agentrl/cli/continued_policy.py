@@ -20,7 +20,7 @@ FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_imp
 """Keys of the section `model` that may differ from those of the weights' run."""
 
 
-def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
+def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
     """Return the config and the weights that `model.path` means if it names a run's policy; else the unchanged config, and
     None.
 
@@ -30,19 +30,19 @@ def resolve_start(asked: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCon
     """
     from agentrl.workflow.trajectory import PolicyRef
 
-    if not is_stored_policy(asked.model.path):
-        if asked.model.lora == "new":
+    if not is_stored_policy(config.model.path):
+        if config.model.lora == "new":
             raise ConfigError("--lora new requires a run's policy.", "Write --model RUN@3, or leave --lora out.")
-        return asked, None
-    made, ref, _ = find_trained_policy(asked.model.path, "--model")
-    named = {"path": f"{made.name}@{ref.version}", "lora": asked.model.lora}
-    if asked.model.lora == "new":
-        section = asked.model.model_copy(update=named)
-        return asked.model_copy(update={"model": section}), PolicyRef(ref.base, ref.base_hash)
-    chosen = {key: value for key, value in asked.model.model_dump().items() if origins[f"model.{key}"] != "default"}
-    _refuse_other_options(chosen, made, str(ref.base))
-    section = made.model.model_copy(update={key: value for key, value in chosen.items() if key in FREE_KEYS} | named)
-    config = build(asked.flat() | {f"model.{key}": value for key, value in section})
+        return config, None
+    run_config, ref, _ = find_trained_policy(config.model.path, "--model")
+    changes = {"path": f"{run_config.name}@{ref.version}", "lora": config.model.lora}
+    if config.model.lora == "new":
+        section = config.model.model_copy(update=changes)
+        return config.model_copy(update={"model": section}), PolicyRef(ref.base, ref.base_hash)
+    chosen = {key: value for key, value in config.model.model_dump().items() if origins[f"model.{key}"] != "default"}
+    _refuse_other_options(chosen, run_config, str(ref.base))
+    section = run_config.model.model_copy(update={key: value for key, value in chosen.items() if key in FREE_KEYS} | changes)
+    config = build(config.flat() | {f"model.{key}": value for key, value in section})
     return config, replace(ref, version=0)
 
 
@@ -53,17 +53,17 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
     Raises:
         ModelError, CheckpointError: the weights cannot be merged.
     """
-    made, ref, manifest = find_trained_policy(policy, "--model")
+    run_config, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission
-    origin = {"run": made.name, "version": ref.version, "lora": lora}
+    origin = {"run": run_config.name, "version": ref.version, "lora": lora}
     submission = replace(submission, manifest={**submission.manifest, "from": origin})
     if merges:
-        base, measured = merge_base(made, ref, manifest), submission.evaluation
+        base, measured = merge_base(run_config, ref, manifest), submission.evaluation
         submission = replace(submission, policy=base, evaluation=measured and replace(measured, policy=base))
     return replace(prepared, submission=submission)
 
 
-def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
+def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
     """Return the policy merged into a model among agentrl's own, `RUN-vN`; made unless it is there already.
 
     Raises:
@@ -75,14 +75,14 @@ def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -
     from agentrl.workflow.trajectory import PolicyRef
 
     where = settings()
-    target = where.models_dir / f"{made.name}-v{ref.version}"
+    target = where.models_dir / f"{run_config.name}-v{ref.version}"
     if not _is_made_of(target, ref):
         refuse_existing(target, overwrite=False)
         target.parent.mkdir(parents=True, exist_ok=True)
         from agentrl.workflow.training.merging import merge
 
-        say(f"Merging {made.name}@{ref.version} into {str(target)!r} as the base of a new LoRA.")
-        if merge(ref, made.model, manifest, target, where.device, where.threads)["dequantised"]:
+        say(f"Merging {run_config.name}@{ref.version} into {str(target)!r} as the base of a new LoRA.")
+        if merge(ref, run_config.model, manifest, target, where.device, where.threads)["dequantised"]:
             say(DEQUANTISED_NOTE)
     return PolicyRef(str(target), base_hash(target))
 
@@ -98,15 +98,16 @@ def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
         return False
 
 
-def _refuse_other_options(chosen: Mapping[str, Any], made: RunConfig, base: str) -> None:
+def _refuse_other_options(chosen: Mapping[str, Any], run_config: RunConfig, base: str) -> None:
     from agentrl.workflow.models.lookup import lora_rank
 
-    there = made.model.model_dump()
+    there = run_config.model.model_dump()
     if "lora_r" in chosen and there["lora_r"] is None and Path(base).is_dir():
-        there["lora_r"] = lora_rank(made.model, Path(base))
+        there["lora_r"] = lora_rank(run_config.model, Path(base))
     other = [key for key, value in chosen.items() if key not in FREE_KEYS and value != there[key]]
     if other:
-        told = ", ".join(f"model.{key}={there[key]}" for key in other)
+        stored_values = ", ".join(f"model.{key}={there[key]}" for key in other)
         raise ConfigError(
-            f"The weights of {made.name!r} are continued as they are, with {told}.", "Leave it out, or pass --lora new."
+            f"The weights of {run_config.name!r} are continued as they are, with {stored_values}.",
+            "Leave it out, or pass --lora new.",
         )

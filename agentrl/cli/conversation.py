@@ -80,19 +80,19 @@ class Talk:
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
-    def answer(self, words: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
+    def answer(self, text: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
         """Samples turns until one calls no tool, at most `max_steps`, and yields their lines.
 
         Args:
-            words: the user's message.
+            text: the user's message.
             voice: makes the display of a turn while it is sampled (from whether the turn begins inside a thought, and the
                 mark that begins a call); the lines are then the rest.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
-        asked = Message("user", words)
+        question = Message("user", text)
         system = (Message("system", self.env.system_prompt),) if self.env.system_prompt and not self.steps else ()
-        new = (*system, *self._unheard, asked)
-        episode = Episode(Task("chat", (asked,), ""))
+        new = (*system, *self._unheard, question)
+        episode = Episode(Task("chat", (question,), ""))
         for _ in range(self.policy.limits.max_steps):
             step = yield from self._sample_turn(new, voice)
             cut = self._cut_reason(step)
@@ -129,19 +129,19 @@ class Talk:
         stream = self.policy.stream(heard, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
         try:
             opens = self.policy.chat.manner.tool_format.opens
-            shown = voice(self._thinks_first(stream.context), opens) if voice else None
-            for piece in stream if shown else ():
-                shown.take(piece)  # type: ignore[union-attr]
+            display = voice(self._thinks_first(stream.context), opens) if voice else None
+            for piece in stream if display else ():
+                display.take(piece)  # type: ignore[union-attr]
             step = stream.result()
         finally:
             stream.stop()
         self._row = (*self._row, step)
         reason = OTHER_TOOLS_NOTE if again else step.new_row
         chain = self.steps[-1].chain + (reason is not None) if self.steps else 0
-        told = replace(step, index=len(self.steps), prompt=new, new_row=reason, chain=chain, parent=None)
-        self.steps = (*self.steps, told)
-        yield from shown.rest(step.message) if shown else turn_lines(step.message)
-        return told
+        numbered = replace(step, index=len(self.steps), prompt=new, new_row=reason, chain=chain, parent=None)
+        self.steps = (*self.steps, numbered)
+        yield from display.rest(step.message) if display else turn_lines(step.message)
+        return numbered
 
     def _thinks_first(self, context: tuple[int, ...]) -> bool:
         """Whether the template opens the policy's thought for it."""

@@ -51,15 +51,17 @@ def show_rows(
     config, ref = _run_config(_rows_config(dataset, split, map, filter, n), env, model)
     loaded = _load(config.dataset)
     reader = _prompt_reader(config, loaded, ref) if model else None
-    shown = [_describe_task(task, reader) for task in loaded.tasks]
+    rows = [_describe_task(task, reader) for task in loaded.tasks]
     if as_json:
-        show_json(shown)
+        show_json(rows)
         return
-    for task in shown:
+    for task in rows:
         tokens = f", {task['tokens']} tokens" if "tokens" in task else ""
         show(f"=== {task['task']}{tokens}")
         show(
-            task["prompt"] if "prompt" in task else "\n".join(f"{each['role']}: {each['content']}" for each in task["messages"])
+            task["prompt"]
+            if "prompt" in task
+            else "\n".join(f"{message['role']}: {message['content']}" for message in task["messages"])
         )
         show(f"--- reference: {task['reference'] or 'none'}")
         if task["metadata"]:
@@ -101,22 +103,22 @@ def check(
         raise ConfigError("--samples requires a model.", "Add --model MODEL.")
     config, ref = _run_config(_rows_config(dataset, split, map, filter), env, model)
     loaded = _load(config.dataset)
-    found: dict[str, Any] = {"dataset": dataset, "tasks": len(loaded.tasks)}
-    found |= _compare_questions(loaded, config.dataset, against)
+    report: dict[str, Any] = {"dataset": dataset, "tasks": len(loaded.tasks)}
+    report |= _compare_questions(loaded, config.dataset, against)
     if model:
-        found |= _measure_prompts(loaded, config, ref)
+        report |= _measure_prompts(loaded, config, ref)
     names = _comparing_rewards(reward, config.env or loaded.env)
-    found |= {"rewards": list(names), "problems": reference_problems([task for task in loaded.tasks if task.reference], names)}
+    report |= {"rewards": list(names), "problems": reference_problems([task for task in loaded.tasks if task.reference], names)}
     if samples and model:
-        found |= _sample(config, model, samples, n, reward)
+        report |= _sample(config, model, samples, n, reward)
     if as_json:
-        show_json(found)
+        show_json(report)
     else:
-        for line in _check_lines(found):
+        for line in _check_lines(report):
             show(line)
-    if found["problems"]:
+    if report["problems"]:
         message = (
-            f"{len(found['problems'])} of {len(loaded.tasks)} tasks of {dataset!r} cannot be scored by {', '.join(names)}."
+            f"{len(report['problems'])} of {len(loaded.tasks)} tasks of {dataset!r} cannot be scored by {', '.join(names)}."
         )
         raise DatasetError(message, "Correct these rows, or name another --reward.")
     say(f"{len(loaded.tasks)} tasks of {dataset!r} can be scored by {', '.join(names)}.")
@@ -177,20 +179,20 @@ def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", ref: "PolicyRef |
 
     path = ref.base if ref is not None else existing_model(config.model.path, config.dataset.name)
     folder = model_folder(path, config.model.trust_remote_code)
-    made = config.model_copy(update={"env": config.env or loaded.env, "model": resolve_chat(config.model, folder)})
-    return PromptReader(Experiment(made), folder)
+    run_config = config.model_copy(update={"env": config.env or loaded.env, "model": resolve_chat(config.model, folder)})
+    return PromptReader(Experiment(run_config), folder)
 
 
 def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any]:
     messages = [{"role": message.role, "content": message.content} for message in task.messages]
-    told = {"task": task.key, "messages": messages, "reference": task.reference, "metadata": dict(task.metadata)}
+    document = {"task": task.key, "messages": messages, "reference": task.reference, "metadata": dict(task.metadata)}
     if reader is None:
-        return told
+        return document
     prompt = reader.read(task)
-    return told | {"prompt": prompt.text, "tokens": prompt.tokens}
+    return document | {"prompt": prompt.text, "tokens": prompt.tokens}
 
 
-def _comparing_rewards(asked: Sequence[str] | None, env: str) -> tuple[str, ...]:
+def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
     """The rewards that compare an answer with a reference, ready to be asked.
 
     Raises:
@@ -200,7 +202,7 @@ def _comparing_rewards(asked: Sequence[str] | None, env: str) -> tuple[str, ...]
     from agentrl.workflow.reference_check import comparing_rewards
     from agentrl.workflow.rewards import judges_of
 
-    rewards = tuple(asked or find("envs", env).rewards)
+    rewards = tuple(reward_names or find("envs", env).rewards)
     names = comparing_rewards(rewards)
     if not names:
         raise ConfigError(
@@ -264,10 +266,10 @@ def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Seque
     from agentrl.workflow.resolve import parse_weights
     from agentrl.workflow.store.reads import solved_tasks
 
-    asked = config.dataset
-    rows, weights = {"map": asked.map, "filter": asked.filter}, parse_weights(reward or ())
+    dataset = config.dataset
+    rows, weights = {"map": dataset.map, "filter": dataset.filter}, parse_weights(reward or ())
     measured, ref = eval_run_of(
-        model, asked.name, asked.split, n, {"group_size": samples}, config.env, rewards=weights, rows=rows
+        model, dataset.name, dataset.split, n, {"group_size": samples}, config.env, rewards=weights, rows=rows
     )
     prepared = with_policy_name(prepare(existing_database(), measured, kind="eval", policy=ref), model)
     run = run_to_end(prepared, samples).name
@@ -284,26 +286,26 @@ def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Seque
     }
 
 
-def _check_lines(found: dict[str, Any]) -> Iterator[str]:
-    yield from found["problems"]
-    for key, what in (("repeated", "questions are asked again"), ("shared", f"questions are in {found['against']} too")):
-        if found[key]:
-            yield f"{len(found[key])} {what}:"
-            yield from (f"  {line}" for line in found[key][:MAX_LISTED])
-    if found["identical"]:
-        yield f"{found['identical']} rows repeat an earlier row, and are left out"
-    if found["contradictory"]:
-        yield f"{found['contradictory']} of the repeated questions have different references"
-    if found["without_reference"]:
-        yield f"{found['without_reference']} tasks have no reference"
-    if "prompt_tokens" in found:
-        yield f"prompt tokens; at most {found['room']} leave room for an answer, and {found['too_long']} tasks exceed that:"
-        yield from (f"  {line}" for line in histogram(found["prompt_tokens"]))
-    if found.get("sampled"):
-        yield f"{found['run']}: {found['sampled']} tasks sampled, {found['solved']:.0%} solved on average"
-        yield f"  {found['always']} tasks are always solved, {found['never']} never"
-        learnable = found["groups"] - found["equal"]
-        yield f"  {learnable} of {found['groups']} groups have unequal rewards, so that GRPO can learn from them"
+def _check_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield from report["problems"]
+    for key, what in (("repeated", "questions are asked again"), ("shared", f"questions are in {report['against']} too")):
+        if report[key]:
+            yield f"{len(report[key])} {what}:"
+            yield from (f"  {line}" for line in report[key][:MAX_LISTED])
+    if report["identical"]:
+        yield f"{report['identical']} rows repeat an earlier row, and are left out"
+    if report["contradictory"]:
+        yield f"{report['contradictory']} of the repeated questions have different references"
+    if report["without_reference"]:
+        yield f"{report['without_reference']} tasks have no reference"
+    if "prompt_tokens" in report:
+        yield f"prompt tokens; at most {report['room']} leave room for an answer, and {report['too_long']} tasks exceed that:"
+        yield from (f"  {line}" for line in histogram(report["prompt_tokens"]))
+    if report.get("sampled"):
+        yield f"{report['run']}: {report['sampled']} tasks sampled, {report['solved']:.0%} solved on average"
+        yield f"  {report['always']} tasks are always solved, {report['never']} never"
+        learnable = report["groups"] - report["equal"]
+        yield f"  {learnable} of {report['groups']} groups have unequal rewards, so that GRPO can learn from them"
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:

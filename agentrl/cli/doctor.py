@@ -72,9 +72,9 @@ def _run_checks(model: str | None) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
-    return Check("python", "ok" if good else "fail", found, "" if good else "Use Python 3.11 or newer.")
+    return Check("python", "ok" if good else "fail", version, "" if good else "Use Python 3.11 or newer.")
 
 
 def _packages() -> Check:
@@ -94,27 +94,27 @@ def _torch(where: Any) -> Iterator[Check]:
     if "error" in facts:
         yield Check("torch", "fail", facts["error"], "Reinstall torch.")
         return
-    found = [facts["version"], *(facts["gpus"] or ["no GPU"])]
-    found.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
-    yield Check("torch", "ok", ", ".join(found))
+    parts = [facts["version"], *(facts["gpus"] or ["no GPU"])]
+    parts.append(f"{where.threads} CPU threads (AGENTRL_THREADS)" if where.threads else f"{facts['threads']} CPU threads")
+    yield Check("torch", "ok", ", ".join(parts))
     yield _device(where.device, facts["device"])
     yield _cpu(facts)
 
 
-def _device(asked: str, facts: dict[str, Any]) -> Check:
+def _device(device: str, facts: dict[str, Any]) -> Check:
     """Checks that the device that models use runs a kernel."""
     if "unusable" in facts:
-        found = f"{facts['name']} (AGENTRL_DEVICE={asked}) cannot be used: {facts['unusable']}"
+        description = f"{facts['name']} (AGENTRL_DEVICE={device}) cannot be used: {facts['unusable']}"
         todo = "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N."
         if kernels := facts["kernels"]:
-            found += f"; this build of torch has kernels for {', '.join(kernels)}"
+            description += f"; this build of torch has kernels for {', '.join(kernels)}"
             todo = "Install a build of torch for this card (https://pytorch.org/get-started), or set AGENTRL_DEVICE=cpu."
-        return Check("device", "fail", found, todo)
-    found = f"{facts['name']} runs a matrix product; LoRA computes in {facts['dtype']}"
+        return Check("device", "fail", description, todo)
+    description = f"{facts['name']} runs a matrix product; LoRA computes in {facts['dtype']}"
     if "gpu" in facts:
         free, total = (facts[name] / 2**30 for name in ("free", "total"))
-        found += f"; {facts['gpu']}, compute capability {facts['capability']}, {free:.1f} of {total:.1f} GiB free"
-    return Check("device", "ok", found)
+        description += f"; {facts['gpu']}, compute capability {facts['capability']}, {free:.1f} of {total:.1f} GiB free"
+    return Check("device", "ok", description)
 
 
 def _cpu(facts: dict[str, Any]) -> Check:
@@ -133,12 +133,12 @@ def _database(where: Any) -> Check:
         if file is not None and not file.exists():
             return Check("database", "ok", f"{file} does not exist; the first command that needs it creates it")
         with closing(Database(where.database)) as database:
-            found, wanted, shown = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
+            revision, wanted, url = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
     except AgentRLError as error:
         return Check("database", "fail", error.message, error.hint)
-    if found != wanted:
-        return Check("database", "fail", f"{shown} is at revision {found or 'none'}, not {wanted}", "agentrl db upgrade")
-    return Check("database", "ok", f"{shown} at {found}")
+    if revision != wanted:
+        return Check("database", "fail", f"{url} is at revision {revision or 'none'}, not {wanted}", "agentrl db upgrade")
+    return Check("database", "ok", f"{url} at {revision}")
 
 
 def _broker(where: Any) -> Iterator[Check]:
@@ -186,9 +186,9 @@ def _workers(coming: str) -> Iterator[Check]:
     wanted = [*served, *([AGENTS] if has_agent and AGENTS not in served else [])]
     if has_agent and db:
         lost += presence.missing_endpoint_hints(db)
-    for said in (*presence.missing_worker_hints(queue for queue in wanted if not served.get(queue)), *lost):
-        found, _, start = said.partition(". Start one: ")
-        yield Check("workers", "warn", found, coming or start)
+    for hint in (*presence.missing_worker_hints(queue for queue in wanted if not served.get(queue)), *lost):
+        problem, _, start = hint.partition(". Start one: ")
+        yield Check("workers", "warn", problem, coming or start)
     there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]
     if there:
         yield Check("workers", "ok", ", ".join([*there, *([] if no_control or not db else ["control 1"])]))
@@ -228,10 +228,10 @@ def _sandbox(where: Any) -> Check:
         tries = dict(attempts(where))
     except AgentRLError as error:
         return Check("sandbox", "fail", error.message, error.hint)
-    lacking = [f"{kind}: {found.message}" for kind, found in tries.items() if isinstance(found, SandboxUnavailable)]
-    for kind, found in tries.items():
-        if not isinstance(found, SandboxUnavailable):
-            return Check("sandbox", "ok", "; ".join([f"{kind} {_describe_sandbox(found)}", *lacking]))
+    lacking = [f"{kind}: {outcome.message}" for kind, outcome in tries.items() if isinstance(outcome, SandboxUnavailable)]
+    for kind, outcome in tries.items():
+        if not isinstance(outcome, SandboxUnavailable):
+            return Check("sandbox", "ok", "; ".join([f"{kind} {_describe_sandbox(outcome)}", *lacking]))
     refused = f"none: code tools are refused, everything else works. {' '.join(lacking)}"
     if where.sandbox == "auto":
         return Check("sandbox", "warn", refused, install_hint(where))
@@ -242,8 +242,8 @@ def _describe_sandbox(sandbox: Any) -> str:
     """The interpreter inside the sandbox, and how memory is limited."""
     from agentrl.workflow.sandbox.cgroups import parents
 
-    asked = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"
-    runs = f"runs {sandbox.run(asked).output.strip()}"
+    program = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"
+    runs = f"runs {sandbox.run(program).output.strip()}"
     sandbox.close()
     if sandbox.kind == "docker" or "memory" in parents():
         return runs
@@ -254,11 +254,11 @@ def _describe_sandbox(sandbox: Any) -> str:
 def _disk(where: Any) -> Check:
     folder = next(path for path in (where.root, *where.root.parents) if path.exists())
     free = shutil.disk_usage(folder).free
-    found = f"{free / 2**30:.1f} GiB free for {where.root}"
+    description = f"{free / 2**30:.1f} GiB free for {where.root}"
     return (
-        Check("disk", "ok", found)
+        Check("disk", "ok", description)
         if free > LOW_DISK
-        else Check("disk", "warn", found, "Free some disk space, or move AGENTRL_HOME.")
+        else Check("disk", "warn", description, "Free some disk space, or move AGENTRL_HOME.")
     )
 
 
@@ -277,13 +277,13 @@ def _gsm8k(where: Any) -> Check:
         counts = {split: sum(1 for _ in gsm8k.load(split)) for split in gsm8k.SPLITS}
     except AgentRLError as error:
         return Check("gsm8k", "warn", error.message, "Correct AGENTRL_GSM8K_DIR.")
-    found = ", ".join(f"{count} tasks in {split}" for split, count in counts.items())
-    return Check("gsm8k", "ok", f"{where.gsm8k_dir}: {found}")
+    tasks = ", ".join(f"{count} tasks in {split}" for split, count in counts.items())
+    return Check("gsm8k", "ok", f"{where.gsm8k_dir}: {tasks}")
 
 
 def _models(where: Any) -> Check:
-    made = sorted(path.parent.name for path in where.models_dir.glob("*/config.json"))
-    return Check("models", "ok", ", ".join(made) if made else "none yet; `agentrl sft` makes one")
+    models = sorted(path.parent.name for path in where.models_dir.glob("*/config.json"))
+    return Check("models", "ok", ", ".join(models) if models else "none yet; `agentrl sft` makes one")
 
 
 def _template(model: str) -> Check:

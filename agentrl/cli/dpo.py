@@ -57,28 +57,28 @@ def dpo(
 
     In each group the best episode is paired with the worst, the second best with the second worst, and so on.
     """
-    asked = recipe_options(steps, batch_size, learning_rate, seed, 1, optimizer)
+    recipe = recipe_options(steps, batch_size, learning_rate, seed, 1, optimizer)
     if not 0 < beta < float("inf"):
         raise ConfigError(f"--beta must be above 0, not {beta:g}.", "0.1 is customary.")
     if reference not in ("start", "sampler"):
         raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
     stored = find_stored(from_episodes, reward_set, policy, least=2)
     options = {"beta": beta, "reference": reference}
-    _train_on_pairs(stored, pairs, options, asked, OutputPlace(name, output_dir, force, save_every), as_json)
+    _train_on_pairs(stored, pairs, options, recipe, OutputPlace(name, output_dir, force, save_every), as_json)
 
 
 def _train_on_pairs(
     stored: StoredEpisodes,
-    most: int,
+    limit: int,
     options: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    recipe_values: Mapping[str, Any],
     place: OutputPlace,
     as_json: bool,
 ) -> None:
     from agentrl.workflow.stats import best_episodes
 
     target = place.of(f"{stored.name}-dpo")
-    pairs = best_episodes.select_pairs(stored.candidates, most)
+    pairs = best_episodes.select_pairs(stored.candidates, limit)
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
@@ -92,11 +92,11 @@ def _train_on_pairs(
     with pause_gc():
         from agentrl.workflow.training.preference import PASSES, dpo
 
-    recipe = stored.recipe(len(pairs), PASSES, asked)
+    recipe = stored.recipe(len(pairs), PASSES, recipe_values)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
     episodes = list(zip(*sides, strict=True))
-    made = train_with_progress(
+    trained_model = train_with_progress(
         target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, **place.writing_options)
     )
-    show_made(made, f"{made.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
+    show_made(trained_model, f"{trained_model.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
     say_next_steps(stored, target)

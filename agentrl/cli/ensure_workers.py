@@ -49,10 +49,10 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
     try:
         missing = start_services(prepared.submission, required)
     except (ServiceError, WorkerError) as error:
-        made = submission.write_failed_run(db, prepared, error.message)
-        if made.status not in ("failed", "paused"):  # submitted before, and at work or over
+        run = submission.write_failed_run(db, prepared, error.message)
+        if run.status not in ("failed", "paused"):  # submitted before, and at work or over
             raise
-        raise with_resume_hint(error, made.name) from error
+        raise with_resume_hint(error, run.name) from error
     return submission.submit(db, prepared), missing
 
 
@@ -76,16 +76,16 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
 
-    asked = requirements_of(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
-    return ready_workers(wanted.name, asked, staleness_of(wanted.config) > 0, required, required)
+    needs = requirements_of(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
+    return ready_workers(wanted.name, needs, staleness_of(wanted.config) > 0, required, required)
 
 
-def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
+def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
     """Do what `start_services` does, for a run that is stored already.
 
     Args:
         run: the run's name.
-        asked: its requirements.
+        needs: its requirements.
         separate: rollout and train must be processes of their own.
         there: a queue that no worker serves is an error.
         fit: a worker that lacks what the run needs is an error.
@@ -96,20 +96,20 @@ def ready_workers(run: str, asked: "Requirements", separate: bool, there: bool, 
     check_separate(separate)
     if settings().broker_url:
         broker.require_broker(settings())
-        return _check_named_broker(asked, there, fit)
+        return _check_named_broker(needs, there, fit)
     if broker.is_in_memory(settings()):
         say("No Redis or Valkey server was found: all workers share one process, over an in-memory broker.")
         say(f"  {broker.server_hint()}")
     if embedded.find_supervisor(settings()) is not None:
         embedded.ensure_running(settings(), separate=separate)
-        _renew_embedded(asked, separate, run)
-    elif _start_embedded(asked, separate):
+        _renew_embedded(needs, separate, run)
+    elif _start_embedded(needs, separate):
         say(f"Started the embedded stack; its logs are in {settings().stack_dir}.")
     embedded.ensure_running(settings(), separate=separate)  # once more: an idle stack may have ended while this was checked
     return []
 
 
-def _start_embedded(asked: "Requirements", separate: bool) -> bool:
+def _start_embedded(needs: "Requirements", separate: bool) -> bool:
     """Starts the embedded stack, and checks model and optimizer meanwhile; returns False if another command has started it.
 
     Raises:
@@ -119,9 +119,9 @@ def _start_embedded(asked: "Requirements", separate: bool) -> bool:
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
-    config = asked.experiment.config
+    config = needs.experiment.config
     with ThreadPoolExecutor(2) as beside:
-        looking: list[Future[Any]] = [beside.submit(check_model, config.model, asked.base)]
+        looking: list[Future[Any]] = [beside.submit(check_model, config.model, needs.base)]
         looking.append(beside.submit(check_optimizer, config.update.optimizer))
         started = embedded.ensure_running(settings(), separate=separate)
         for look in looking:
@@ -144,24 +144,24 @@ def check_separate(separate: bool) -> None:
         raise process.no_overlap_error(f"{process.APART_HINT}.")
 
 
-def _check_named_broker(asked: "Requirements", there: bool, fit: bool) -> list[str]:
-    workers, missing, told = _ask_named_broker(asked)
+def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[str]:
+    workers, missing, remarks = _ask_named_broker(needs)
     deadline = time.monotonic() + START_SECONDS
     if there and missing:
         say(f"Waiting up to {START_SECONDS:.0f} s for services that may be starting.")
     while there and missing and time.monotonic() < deadline:
         time.sleep(PAUSE_SECONDS)
-        workers, missing, told = _ask_named_broker(asked)
+        workers, missing, remarks = _ask_named_broker(needs)
     if there and missing:
         hint = "Start them, or pass --detach to submit the run without workers"
         raise ServiceError(_join_lines("Nothing was started.", missing), hint)
     unfit = [line for worker in workers for line in _lack_lines(worker)]
     if fit and unfit:
         raise WorkerError(_join_lines("Nothing was started.", unfit), "Add what is missing, and restart those workers")
-    return [*missing, *unfit, *told, *(line for worker in workers for line in _difference_lines(worker))]
+    return [*missing, *unfit, *remarks, *(line for worker in workers for line in _difference_lines(worker))]
 
 
-def _ask_named_broker(asked: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
+def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
     """Return the workers' answers, hints for missing services, and remarks on workers that did not answer."""
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
@@ -170,32 +170,32 @@ def _ask_named_broker(asked: "Requirements") -> "tuple[list[WorkerCheck], list[s
 
     with ThreadPoolExecutor(1) as beside:  # both may wait for the slowest worker
         counting = beside.submit(presence.count_workers_by_queue)
-        workers = ask_workers(asked)
+        workers = ask_workers(needs)
     served = counting.result()
-    silent = [queue for queue in asked.roles if not any(queue in worker.roles for worker in workers)]
+    silent = [queue for queue in needs.roles if not any(queue in worker.roles for worker in workers)]
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
-    missing += presence.missing_endpoint_hints(database()) if AGENTS in asked.roles else []
+    missing += presence.missing_endpoint_hints(database()) if AGENTS in needs.roles else []
     mute = f"{_UNDECIDED}: it is busy, or runs another version of agentrl."
-    told = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
-    told += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
-    return workers, missing, told
+    remarks = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
+    remarks += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]
+    return workers, missing, remarks
 
 
-def _renew_embedded(asked: "Requirements", separate: bool, run: str) -> None:
+def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
     """Restarts the stack with this command's environment if its workers lack what the run needs, or have a different one."""
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
     where = settings()
-    unfit = list(_list_unfit(asked))
+    unfit = list(_list_unfit(needs))
     if not unfit:
         return
     _refuse_beside(run, unfit)
-    mine = list_lacks(asked, asked.roles)
+    mine = list_lacks(needs, needs.roles)
     if mine:
-        lines = [*unfit, *(f"This command {said}" for said in mine)]
+        lines = [*unfit, *(f"This command {lack}" for lack in mine)]
         raise WorkerError(_join_lines("Nothing was started: this command cannot run it either.", lines), "Fix that first")
     for line in unfit:
         say(line)
@@ -216,24 +216,24 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
         )
 
 
-def _list_unfit(asked: "Requirements") -> Iterator[str]:
+def _list_unfit(needs: "Requirements") -> Iterator[str]:
     """What the running stack lacks, or has in another version than this command, a sentence each."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
-    other = embedded.changed_variables(settings(), [*asked.variables, *(embedded.PATH_VARIABLES if asked.own else ())])
+    other = embedded.changed_variables(settings(), [*needs.variables, *(embedded.PATH_VARIABLES if needs.own else ())])
     if other:
         yield f"The embedded stack differs from this command in: {' and '.join(other)}."
     if broker.is_in_memory(settings()):
         return  # there are no workers to ask
-    for worker in _ask_embedded(asked):
+    for worker in _ask_embedded(needs):
         if not worker.found:
             say(f"{worker.label} {_UNDECIDED}; `agentrl watch` will show what is missing.")
         yield from _lack_lines(worker)
         yield from _difference_lines(worker)
 
 
-def _ask_embedded(asked: "Requirements") -> "list[WorkerCheck]":
+def _ask_embedded(needs: "Requirements") -> "list[WorkerCheck]":
     """The answers of the embedded stack's workers; waits for workers that are still starting."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
@@ -242,9 +242,9 @@ def _ask_embedded(asked: "Requirements") -> "list[WorkerCheck]":
 
     deadline = time.monotonic() + UP_SECONDS
     while True:
-        agents = AGENTS in asked.roles  # there may be a worker for them, which comes once a run needs it
-        workers = requirements.ask_workers(asked, workers=len(embedded.list_queues(settings())) + agents)
-        silent = set(asked.roles) - {role for worker in workers for role in worker.roles} - {AGENTS}
+        agents = AGENTS in needs.roles  # there may be a worker for them, which comes once a run needs it
+        workers = requirements.ask_workers(needs, workers=len(embedded.list_queues(settings())) + agents)
+        silent = set(needs.roles) - {role for worker in workers for role in worker.roles} - {AGENTS}
         if not silent:
             return workers
         if time.monotonic() > deadline:
@@ -253,8 +253,8 @@ def _ask_embedded(asked: "Requirements") -> "list[WorkerCheck]":
 
 
 def _lack_lines(worker: "WorkerCheck") -> Iterator[str]:
-    for said in worker.lacks:
-        yield f"{worker.label} {said}"
+    for lack in worker.lacks:
+        yield f"{worker.label} {lack}"
 
 
 def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
@@ -272,19 +272,19 @@ def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 
-    made, missing = start_run(prepared, required=wait is not False)
+    run, missing = start_run(prepared, required=wait is not False)
     if as_json:
-        show_json({"run": made.name, "id": made.id, "created": made.created, "iterations": made.iterations})
+        show_json({"run": run.name, "id": run.id, "created": run.created, "iterations": run.iterations})
     else:
-        show(made.name)
-    counted = "1 iteration" if made.iterations == 1 else f"{made.iterations} iterations"
-    before = "already existed" + ("" if made.status == "running" else f" and is {made.status}")
-    say(f"{made.name}: {'submitted' if made.created else before}, {counted}.")
+        show(run.name)
+    counted = "1 iteration" if run.iterations == 1 else f"{run.iterations} iterations"
+    before = "already existed" + ("" if run.status == "running" else f" and is {run.status}")
+    say(f"{run.name}: {'submitted' if run.created else before}, {counted}.")
     for line in missing:
         say(line)
     if wait:
-        follow_to_end(database(), made.name)
-    elif made.status in ("paused", "failed"):
-        say(f"Resume it: agentrl resume {made.name}")
+        follow_to_end(database(), run.name)
+    elif run.status in ("paused", "failed"):
+        say(f"Resume it: agentrl resume {run.name}")
     else:
-        say(f"Follow it: agentrl watch {made.name}")
+        say(f"Follow it: agentrl watch {run.name}")

@@ -55,39 +55,39 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results
 
-    asked = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
+    wanted = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
     sides = [
-        [each for each in _find_candidates(name, dataset) if asked.items() <= dict(each.row).items()]
+        [candidate for candidate in _find_candidates(name, dataset) if wanted.items() <= dict(candidate.row).items()]
         for name in (first, second)
     ]
     tasks = cache(partial(eval_results.load_measured_tasks, stored_reader()))
     for name, mine, others in ((first, sides[0], sides[1]), (second, sides[1], sides[0])):
         if not mine:
-            where = "".join(f" --{key} {value}" for key, value in asked.items())
+            where = "".join(f" --{key} {value}" for key, value in wanted.items())
             there = _same_tasks_options(others[0].row, len(tasks(others[0].row["id"]))) if others else where
             raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
     pairs = _pairs_on_one_split(first, second, sides, tasks)
-    made = {each.row["id"]: stored_sampling_values(each.row["config"]) for side in sides for each in side}
+    sampling = {candidate.row["id"]: stored_sampling_values(candidate.row["config"]) for side in sides for candidate in side}
 
     def unlike(pair: tuple[_Candidate, _Candidate]) -> tuple[bool, int, bool, int]:
-        one, other = (each.row for each in pair)
-        otherwise = made[one["id"]] != made[other["id"]]
+        one, other = (candidate.row for candidate in pair)
+        otherwise = sampling[one["id"]] != sampling[other["id"]]
         return (
             tasks(one["id"]) != tasks(other["id"]),
             compare_rewards(one, other),
             otherwise,
-            sum(each.foreign for each in pair),
+            sum(candidate.foreign for candidate in pair),
         )
 
-    found = min(pairs, key=unlike)  # among equals the first, which is the newest
-    newest = tuple(min(side, key=lambda each: each.foreign) for side in sides)
-    if newest == found or newest[0].row["id"] == newest[1].row["id"]:
-        return EvaluationPair(found[0].row, found[1].row)
-    one, other = (each.row for each in newest)
+    best = min(pairs, key=unlike)  # among equals the first, which is the newest
+    newest = tuple(min(side, key=lambda candidate: candidate.foreign) for side in sides)
+    if newest == best or newest[0].row["id"] == newest[1].row["id"]:
+        return EvaluationPair(best[0].row, best[1].row)
+    one, other = (candidate.row for candidate in newest)
     if tasks(one["id"]) != tasks(other["id"]):
-        return EvaluationPair(found[0].row, found[1].row, "tasks")
-    same_rewards = compare_rewards(one, other) == compare_rewards(found[0].row, found[1].row)
-    return EvaluationPair(found[0].row, found[1].row, "limits" if same_rewards else "rewards")
+        return EvaluationPair(best[0].row, best[1].row, "tasks")
+    same_rewards = compare_rewards(one, other) == compare_rewards(best[0].row, best[1].row)
+    return EvaluationPair(best[0].row, best[1].row, "limits" if same_rewards else "rewards")
 
 
 def _pairs_on_one_split(
@@ -101,15 +101,15 @@ def _pairs_on_one_split(
             f"{first!r} was measured on {_split_name(one)} and {second!r} on {_split_name(other)}.",
             f"Evaluate it there too: agentrl eval --policy {second}{_same_tasks_options(one, len(tasks(one['id'])))}",
         )
-    found = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
-    if not found:
+    different = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
+    if not different:
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
             f"{first!r} and {second!r} have the same evaluation, {row['run']}: there is nothing to compare.",
             f"The weights are the same. Evaluate them again: agentrl eval --policy {second}{again}",
         )
-    return found
+    return different
 
 
 def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
@@ -126,10 +126,8 @@ def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
     config, policy = find_policy(name)
     if policy is None and config.model.path == TINY:
         return _tiny_candidates([dataset] if dataset else eval_results.list_measured_datasets(stored_reader()))
-    found = eval_results.find_evals_of_policy(
-        stored_reader(), policy or starting_policy(config.model.path, config.dataset.name)
-    )
-    return [_Candidate(row, _is_foreign(row, config)) for row in found]
+    rows = eval_results.find_evals_of_policy(stored_reader(), policy or starting_policy(config.model.path, config.dataset.name))
+    return [_Candidate(row, _is_foreign(row, config)) for row in rows]
 
 
 def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
@@ -138,13 +136,13 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import eval_results
 
-    found = []
+    candidates = []
     for dataset in datasets:
         if (settings().models_dir / sft_model_name(TINY, dataset) / "config.json").is_file():
             config = build({"model.path": TINY, "dataset.name": dataset})
             rows = eval_results.find_evals_of_policy(stored_reader(), starting_policy(TINY, config.dataset.name))
-            found += [_Candidate(row, _is_foreign(row, config)) for row in rows if row["dataset"] == dataset]
-    return sorted(found, key=lambda each: -each.row["id"])
+            candidates += [_Candidate(row, _is_foreign(row, config)) for row in rows if row["dataset"] == dataset]
+    return sorted(candidates, key=lambda candidate: -candidate.row["id"])
 
 
 def _is_foreign(row: Row, config: RunConfig) -> bool:

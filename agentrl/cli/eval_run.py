@@ -25,15 +25,15 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
     from agentrl.cli.ensure_workers import start_run
     from agentrl.workers.stack.process import database
 
-    made, missing = start_run(prepared, required=True)
-    counted = f"{made.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
+    run, missing = start_run(prepared, required=True)
+    counted = f"{run.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
     for line in [counted, f"  {_describe_scoring(prepared.experiment)}", *missing]:
         say(line)
-    view = follow(database(), made.name, sys.stderr.isatty(), say)
+    view = follow(database(), run.name, sys.stderr.isatty(), say)
     if view.run["status"] != "done":
-        say(f"{made.name}: {view.run['status']} {view.run['reason']}")
+        say(f"{run.name}: {view.run['status']} {view.run['reason']}")
         raise typer.Exit(1)
-    return made
+    return run
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
@@ -72,5 +72,5 @@ def eval_run_of(
 def _describe_scoring(measured: "Experiment") -> str:
     """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
     prompt = measured.env.system_prompt
-    shown = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
-    return f"env {measured.config.env} ({shown}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"
+    prompt_text = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
+    return f"env {measured.config.env} ({prompt_text}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"

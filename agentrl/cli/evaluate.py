@@ -105,24 +105,24 @@ def evaluate(
     from agentrl.workflow.store.reads import eval_results, run_rows
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
-    asked |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
+    options |= {"group_size": group_size, "stop": stop or None, **(_greedy_options(drawn, group_size) if greedy else drawn)}
     own = {"name": agent, "network": agent_network, "unsafe": agent_unsafe, "sandbox": agent_sandbox}
     rows, weights = {"map": map, "filter": filter}, parse_weights(reward or ())
-    config, ref = eval_run_of(policy, dataset, split, n, asked, env, trust_remote_code, own, weights, rows)
+    config, ref = eval_run_of(policy, dataset, split, n, options, env, trust_remote_code, own, weights, rows)
     config = build(config.flat() | chat_values(tool_format, chat_template))
     prepared = with_policy_name(submission.prepare(existing_database(), config, kind="eval", policy=ref), policy)
     for remark in prepared.remarks:
         say(remark)
     if n is not None and len(prepared.submission.tasks) < n:
         say(f"{config.dataset.name} ({config.dataset.split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
-    made = run_to_end(prepared, group_size)
-    result = eval_results.find_result(database(), made.name)
-    _show_score(made.name, policy, result, as_json)
+    run = run_to_end(prepared, group_size)
+    result = eval_results.find_result(database(), run.name)
+    _show_score(run.name, policy, result, as_json)
     if not result["episodes"]:
-        failure = run_rows.find_most_frequent_failure(database(), made.name)
+        failure = run_rows.find_most_frequent_failure(database(), run.name)
         why = f": {one_line(failure['error'])[:300]}" if failure else ""
-        say(f"No episode could be scored{why}. See them: agentrl episodes {made.name}")
+        say(f"No episode could be scored{why}. See them: agentrl episodes {run.name}")
         raise typer.Exit(1)
     if fail_under is not None and (result["mean_reward"] is None or result["mean_reward"] < fail_under):
         say(f"The mean reward is below {fail_under:g}.")
@@ -190,11 +190,11 @@ def chat(
     from agentrl.workflow.settings import settings
 
     config, ref = find_trusted_policy(policy, trust_remote_code)
-    found, tools = _env_at_hand(config, env)
+    chat_env, tools = _env_at_hand(config, env)
 
-    asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
-    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
-    config = build(config.flat() | _rollout_values(asked) | chat_values(tool_format, chat_template))
+    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
+    options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    config = build(config.flat() | _rollout_values(options) | chat_values(tool_format, chat_template))
     engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
         _check_model(config.model.path, trust_remote_code)
@@ -205,7 +205,7 @@ def chat(
         with pause_gc():
             from agentrl.workflow.inference.open_policy import open_policy
 
-        return Talk(open_policy(config, ref, seed), found, tools)
+        return Talk(open_policy(config, ref, seed), chat_env, tools)
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         with closing(make()) as talk:
@@ -235,7 +235,7 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
     return f"{one_line(policy)}, {offered}. /help lists the commands; Ctrl-D ends the chat."
 
 
-def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str, Any]]:
+def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
     """The env of the chat and its tools: those named, else the run's, without the ones that cannot be loaded here.
 
     Raises:
@@ -244,8 +244,8 @@ def _env_at_hand(config: RunConfig, named: str | None) -> tuple[Any, Mapping[str
     from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find
 
-    if named:
-        env: Env = find("envs", named)
+    if env_name:
+        env: Env = find("envs", env_name)
         return env, env.toolset()
     default = "arithmetic" if config.model.path.startswith("tiny") else "math"
     try:

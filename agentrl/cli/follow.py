@@ -65,24 +65,26 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.run_reports import list_reports
 
-    known = [] if before is None else before.iterations
+    iterations = [] if before is None else before.iterations
     evals = [*iterate_rows(list_evals, db, EvalFilter(run))]  # before the row, which names the best one
     row = run_rows.describe_run(db, run)
-    after = known[-1]["iteration"] if known else 0
-    found = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
-    fresh = [each for each in found if each.status in ENDED_STATUSES]
+    after = iterations[-1]["iteration"] if iterations else 0
+    rows = iterate_rows(list_iterations, db, IterationFilter(run, after=after))
+    fresh = [iteration for iteration in rows if iteration.status in ENDED_STATUSES]
     is_open = row["status"] in OPEN_STATUSES
     return RunView(
         row,
-        [*known, *fresh],
+        [*iterations, *fresh],
         run_rows.count_progress(db, run),
         {} if is_open else run_rows.find_most_frequent_failure(db, run),
         {} if is_open else run_rows.find_most_frequent_agent_error(db, run),
         run_rows.why_sampling_on(db, run),
         evals=evals,
         gained=_gained(db, row),
-        flat=before.flat if before is not None and not fresh else _flat_lines(db, row, [*known, *fresh]),
-        trackers=[f"{each.tracker}: {each.error or each.url}" for each in list_reports(db, run) if each.error or each.url],
+        flat=before.flat if before is not None and not fresh else _flat_lines(db, row, [*iterations, *fresh]),
+        trackers=[
+            f"{report.tracker}: {report.error or report.url}" for report in list_reports(db, run) if report.error or report.url
+        ],
     )
 
 
@@ -95,20 +97,20 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
     from agentrl.workflow.algorithms import find_gradient
     from agentrl.workflow.store.reads import run_rows
 
-    found = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
-    if not found["episodes"] or not find_gradient(found["algorithm"]).needs_group:
+    facts = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
+    if not facts["episodes"] or not find_gradient(facts["algorithm"]).needs_group:
         return []
     lines = [f"The last {FLAT_ITERATIONS} iterations had no training signal: all rewards are equal within each group."]
-    for part in found["parts"]:
-        least, most = cell(part["least"]), cell(part["most"])
-        lines.append(f"  {part['part']}: {least if least == most else f'{least} to {most}'}")
+    for part in facts["parts"]:
+        lowest, highest = cell(part["least"]), cell(part["most"])
+        lines.append(f"  {part['part']}: {lowest if lowest == highest else f'{lowest} to {highest}'}")
     lines.append(
-        f"  of {found['episodes']} episodes {found['called']} made a tool call, {found['unreadable']} an unreadable one"
+        f"  of {facts['episodes']} episodes {facts['called']} made a tool call, {facts['unreadable']} an unreadable one"
     )
-    example = found["example"]
+    example = facts["example"]
     lines.append(f"  example answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
-    tries = [_more_variance(found["parts"]), "raise --group-size and --temperature"]
-    tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if found["unreadable"] else []
+    tries = [_more_variance(facts["parts"]), "raise --group-size and --temperature"]
+    tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if facts["unreadable"] else []
     return [*lines, f"  Try: {'; '.join(tries)}"]
 
 
@@ -153,7 +155,7 @@ class _Lines:
     """Writes a line per finished iteration; of a long run every eighth, those without a step, and one after a long silence."""
 
     write: Any
-    shown: int = 0
+    listed_count: int = 0
     wrote: float = -MAX_SILENCE_SECONDS
     began: float = field(default_factory=lambda: time.monotonic())
     measured: set[int] = field(default_factory=set)
@@ -168,11 +170,11 @@ class _Lines:
 
     def show(self, view: RunView) -> None:
         """Writes the lines that are new."""
-        for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.shown :]:
+        for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.listed_count :]:
             if self._is_due(row, view.run["iterations"]):
                 self.write(iteration_line(row, view.run["iterations"], seconds))
                 self.wrote = time.monotonic()
-        self.shown = len(view.iterations)
+        self.listed_count = len(view.iterations)
         for row in view.evals:
             if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
                 self.measured.add(row["id"])
@@ -189,9 +191,12 @@ class _Lines:
         self.warned = view.warning
 
     def _is_due(self, row: Row, iterations: int) -> bool:
-        told = iterations <= FEW_ITERATIONS or row["iteration"] % LINE_EVERY == 0 or row["iteration"] == iterations
+        is_listed = iterations <= FEW_ITERATIONS or row["iteration"] % LINE_EVERY == 0 or row["iteration"] == iterations
         return (
-            told or row["status"] == "cancelled" or bool(row["skipped"]) or time.monotonic() - self.wrote >= MAX_SILENCE_SECONDS
+            is_listed
+            or row["status"] == "cancelled"
+            or bool(row["skipped"])
+            or time.monotonic() - self.wrote >= MAX_SILENCE_SECONDS
         )
 
 
@@ -295,16 +300,16 @@ def trained_on_query(run: str) -> str:
 
 
 def _failure_lines(view: RunView) -> list[Line]:
-    most, agents, name = view.failure, view.agent_error, view.run["run"]
+    failure, agents, name = view.failure, view.agent_error, view.run["run"]
     lines: list[Line] = []
-    if most:
-        said = f"{most['failed']} episodes failed, {most['episodes']} of them with: {one_line(most['error'], 300)}"
-        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --status {most['status']}", "")]
+    if failure:
+        text = f"{failure['failed']} episodes failed, {failure['episodes']} of them with: {one_line(failure['error'], 300)}"
+        lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --status {failure['status']}", "")]
     if agents:
-        said = (
+        text = (
             f"{agents['ended']} episodes ended with an agent error, {agents['episodes']} with: {one_line(agents['error'], 300)}"
         )
-        lines += [(f"  {said}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
+        lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
     return lines
 
 
@@ -349,8 +354,8 @@ def gain_of(db: Any, run: str) -> "PairedComparison | None":
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 
     measured = find_held_out(db, run)
-    found = compare_paired(measured.seed, measured.chosen)
-    return found if found.tasks else None
+    gain = compare_paired(measured.seed, measured.chosen)
+    return gain if gain.tasks else None
 
 
 def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:

@@ -37,8 +37,8 @@ def fork(
     from agentrl.cli.ensure_workers import send_run
     from agentrl.workers.requests.fork_request import ForkRequest, prepare_fork
 
-    asked = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
-    prepared = prepare_fork(stored_database(), asked)
+    request = ForkRequest(episode, step, n, edit_message, policy, with_parent, name)
+    prepared = prepare_fork(stored_database(), request)
     for remark in prepared.remarks:
         say(remark)
     send_run(prepared, wait or None, as_json)
@@ -59,16 +59,18 @@ def rescore(
     """Score a run's episodes by other rewards; the scores they have stay as they are."""
     from agentrl.workers.requests.rescoring import rescore as score_again
 
-    made = score_again(stored_database(), run, reward, name)
+    result = score_again(stored_database(), run, reward, name)
     if as_json:
-        show_json(made)
+        show_json(result)
         return
-    show(f"{made['run']}: reward set {made['reward_set']}, {made['episodes']} episodes scored, {made['changed']} changed")
-    show(f"  mean {cell(made['mean_before'])} -> {cell(made['mean'])}")
-    for part in made["parts"]:
+    show(
+        f"{result['run']}: reward set {result['reward_set']}, {result['episodes']} episodes scored, {result['changed']} changed"
+    )
+    show(f"  mean {cell(result['mean_before'])} -> {cell(result['mean'])}")
+    for part in result["parts"]:
         show(f"  {part['part']}: mean {cell(part['mean'])} x {cell(part['weight'])}")
-    how = "Train on it: agentrl submit" if made["trainable"] else "Train on its best episodes: agentrl sft"
-    say(f"{how} --from-episodes {made['run']} --reward-set {made['reward_set']}")
+    how = "Train on it: agentrl submit" if result["trainable"] else "Train on its best episodes: agentrl sft"
+    say(f"{how} --from-episodes {result['run']} --reward-set {result['reward_set']}")
 
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
@@ -76,12 +78,12 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     from agentrl.workflow.store.reads import ledger
 
     db = stored_reader()
-    found = ledger.explain_fate(db, pick_episode(db, episode))
+    fate = ledger.explain_fate(db, pick_episode(db, episode))
     if as_json:
-        show_json(found)
+        show_json(fate)
         return
-    show_lines(_fate_lines(found))
-    show_rows(_iteration_rows(found["iterations"], found["iteration"]), COLUMNS)
+    show_lines(_fate_lines(fate))
+    show_rows(_iteration_rows(fate["iterations"], fate["iteration"]), COLUMNS)
 
 
 NEIGHBOURS = 3
@@ -96,32 +98,32 @@ COLUMNS = (
 """Fates as columns of the table; a fate without episodes is left out."""
 
 
-def _fate_lines(found: Any) -> Iterator[Line]:
-    yield f"episode {found['id']}  of {found['run']}, iteration {found['iteration']}, task {found['task']}", "bold"
-    yield f"  {fate_sentence(found)}", ""
-    if found["status"] == "done" and found["error"]:
-        yield f"  its agent failed: {one_line(found['error'], 1000)}", "red"
-    if found["attempt"]:
-        yield f"  restarted {found['attempt']} times: steps of earlier attempts are kept and marked superseded", "yellow"
-    if found["parent_id"] is not None:
-        yield f"  forked from episode {found['parent_id']} at step {found['fork_step']}", ""
-    for step in found["untrained"]:
+def _fate_lines(fate: Any) -> Iterator[Line]:
+    yield f"episode {fate['id']}  of {fate['run']}, iteration {fate['iteration']}, task {fate['task']}", "bold"
+    yield f"  {fate_sentence(fate)}", ""
+    if fate["status"] == "done" and fate["error"]:
+        yield f"  its agent failed: {one_line(fate['error'], 1000)}", "red"
+    if fate["attempt"]:
+        yield f"  restarted {fate['attempt']} times: steps of earlier attempts are kept and marked superseded", "yellow"
+    if fate["parent_id"] is not None:
+        yield f"  forked from episode {fate['parent_id']} at step {fate['fork_step']}", ""
+    for step in fate["untrained"]:
         yield f"  step {step['step']} is not trained on: {step['reason']}", "yellow"
-    for begun in found["chains"]:
+    for begun in fate["chains"]:
         yield f"  step {begun['step']} begins chain {begun['chain']}: {one_line(begun['reason'], 1000)}", ""
-    for step in found["ambiguous"]:
+    for step in fate["ambiguous"]:
         alike = f"{step['equal']} turns have the same tokens; it is the first of them"
         yield f"  step {step['step']} continues step {step['after']}: {alike}", "yellow"
-    for other in found["elsewhere"]:
-        yield f"  in run {other['run']}: {fate_sentence(found | other)}", ""
+    for other in fate["elsewhere"]:
+        yield f"  in run {other['run']}: {fate_sentence(fate | other)}", ""
     yield "", ""
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
     """The iterations (of a long run, those around the episode's) and the sum over all."""
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
-    shown = iterations if len(iterations) <= 2 * len(near) else near
-    marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in shown]
+    visible = iterations if len(iterations) <= 2 * len(near) else near
+    marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in visible]
     names = [name for name in iterations[0] if name != "iteration"]
     whole = {name: sum(row[name] for row in iterations) for name in names} | {"iteration": f"all {len(iterations)}"}
     return [{**row, **{name: row[name] or None for name in names if name != "planned"}} for row in (*marked, whole)]

@@ -54,46 +54,46 @@ def otlp(
     config = build(base.flat() | chat_values(tool_format, chat_template))
     if ref is None:
         check_model_is_there(policy, config)
-    made = prepare_import(existing_database(), spans, config, ref, adapter or (), name, exact_only)
-    run = write_import(database(), made.submission, made.episodes)
+    prepared = prepare_import(existing_database(), spans, config, ref, adapter or (), name, exact_only)
+    run = write_import(database(), prepared.submission, prepared.episodes)
     if as_json:
         show_json(
             {
                 "run": run,
-                "episodes": len(made.episodes),
-                "exact": made.exact,
-                "without": made.without,
-                "left_out": made.left_out,
+                "episodes": len(prepared.episodes),
+                "exact": prepared.exact,
+                "without": prepared.without,
+                "left_out": prepared.left_out,
             }
         )
         return
-    for line in _lines(run, made):
+    for line in _lines(run, prepared):
         show(line)
 
 
-def _lines(run: str, made: "PreparedImport") -> list[str]:
-    episodes = made.episodes
-    tasks, turns = len({each.task.content_hash for each in episodes}), sum(len(each.steps) for each in episodes)
-    mean = sum(each.reward for each in episodes) / len(episodes)
-    rewards = f"mean reward {cell(mean)}" if made.submission.weights else "no rewards"
-    found = [f"{run}: {_count(len(episodes), 'episode')} of {_count(tasks, 'task')}, {_count(turns, 'turn')}, {rewards}"]
-    found += [f"  left out, {count}: {reason}" for reason, count in made.left_out.items()]
-    if made.exact:
-        found.append("  Tokens and logprobs are those of the sampler. Train on them:")
-        found.append(f"    agentrl submit --from-episodes {run}")
+def _lines(run: str, prepared: "PreparedImport") -> list[str]:
+    episodes = prepared.episodes
+    tasks, turns = len({episode.task.content_hash for episode in episodes}), sum(len(episode.steps) for episode in episodes)
+    mean = sum(episode.reward for episode in episodes) / len(episodes)
+    rewards = f"mean reward {cell(mean)}" if prepared.submission.weights else "no rewards"
+    lines = [f"{run}: {_count(len(episodes), 'episode')} of {_count(tasks, 'task')}, {_count(turns, 'turn')}, {rewards}"]
+    lines += [f"  left out, {count}: {reason}" for reason, count in prepared.left_out.items()]
+    if prepared.exact:
+        lines.append("  Tokens and logprobs are those of the sampler. Train on them:")
+        lines.append(f"    agentrl submit --from-episodes {run}")
     else:
-        few = f"{made.without} of them have" if made.without < len(episodes) else "They have"
-        rest = " (--exact-only leaves those out)" if made.without < len(episodes) else ""
-        found.append(
+        few = f"{prepared.without} of them have" if prepared.without < len(episodes) else "They have"
+        rest = " (--exact-only leaves those out)" if prepared.without < len(episodes) else ""
+        lines.append(
             f"  {few} turns without token ids or logprobs: all are rendered by the model's template{rest}. Imitate them with:"
         )
-        found.append(f"    agentrl sft --from-episodes {run}")
-    unscored = sum(not each.rewards for each in episodes)
-    if made.submission.weights and unscored:
-        found.append(f"  {_count(unscored, 'episode')} without a reward count as 0.")
-    if not made.submission.weights:
-        found.append(f"  Score them: agentrl rescore {run} --reward my_rewards:right")
-    return [*found, f"  Look at them: agentrl episodes {run}"]
+        lines.append(f"    agentrl sft --from-episodes {run}")
+    unscored = sum(not episode.rewards for episode in episodes)
+    if prepared.submission.weights and unscored:
+        lines.append(f"  {_count(unscored, 'episode')} without a reward count as 0.")
+    if not prepared.submission.weights:
+        lines.append(f"  Score them: agentrl rescore {run} --reward my_rewards:right")
+    return [*lines, f"  Look at them: agentrl episodes {run}"]
 
 
 def _count(number: int, what: str) -> str:

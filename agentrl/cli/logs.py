@@ -55,11 +55,11 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
     if not there:
         raise NotFoundError(f"No embedded stack has run in {str(folder.parent)!r} yet.", "Start one: agentrl up")
     wanted = role.replace(",", "-") if role else None
-    found = {name: file for name, file in there.items() if wanted in (None, name) or wanted in name.split("-")}
-    if not found:
-        known = {part for name in there for part in name.split("-")}
-        raise NotFoundError(f"No process {str(role)!r:.60} has written a log here.", did_you_mean(str(role)[:60], known))
-    return found
+    logs = {name: file for name, file in there.items() if wanted in (None, name) or wanted in name.split("-")}
+    if not logs:
+        roles = {part for name in there for part in name.split("-")}
+        raise NotFoundError(f"No process {str(role)!r:.60} has written a log here.", did_you_mean(str(role)[:60], roles))
+    return logs
 
 
 def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
@@ -86,10 +86,10 @@ def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
 def _read_whole_lines(log: BinaryIO) -> list[bytes]:
     """Reads whole lines and leaves the file after them; a line longer than END_BYTES counts as whole."""
     start = log.tell()
-    found = log.read(END_BYTES)
-    whole = found.rfind(b"\n") + 1 or (len(found) if len(found) == END_BYTES else 0)
+    data = log.read(END_BYTES)
+    whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == END_BYTES else 0)
     log.seek(start + whole)
-    return found[:whole].removesuffix(b"\n").split(b"\n") if whole else []
+    return data[:whole].removesuffix(b"\n").split(b"\n") if whole else []
 
 
 def _show_lines(lines: Iterable[bytes], begin: str = "") -> None:

@@ -95,22 +95,22 @@ class OutputPlace:
         """The training's keyword arguments for writing, beside the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
-    def of(self, made: str) -> Path:
-        """Return the model's folder; without --name and --output-dir its name is `made`."""
+    def of(self, default_name: str) -> Path:
+        """Return the model's folder; without --name and --output-dir its name is `default_name`."""
         if self.output_dir and self.name:
             raise ConfigError("--name and --output-dir exclude each other: both set the model's folder.", "Leave one out.")
-        target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, made)
+        target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, default_name)
         refuse_existing(target, self.force)
         return target
 
 
-def _named_folder(asked: str | None, made: str) -> Path:
+def _named_folder(own_name: str | None, default_name: str) -> Path:
     """The folder of a model of that name among agentrl's own."""
     from agentrl.workflow.settings import settings
 
-    if asked is not None and not re.fullmatch(NAME_PATTERN, asked):
-        raise ConfigError(f"--name {asked!r} is not a valid name.", "Use at most 64 of a-z, 0-9, '.', '_' and '-'.")
-    name = asked or made
+    if own_name is not None and not re.fullmatch(NAME_PATTERN, own_name):
+        raise ConfigError(f"--name {own_name!r} is not a valid name.", "Use at most 64 of a-z, 0-9, '.', '_' and '-'.")
+    name = own_name or default_name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ConfigError(f"{name!r} cannot be a model's name.", "Pass --name.")
     return settings().models_dir / name
@@ -140,29 +140,29 @@ class StoredEpisodes:
     """Stored episodes to choose from, and the weights that learn from them."""
 
     db: "Database"
-    found: "StoredGroups"
+    groups: "StoredGroups"
     candidates: "list[Candidate]"
 
     @property
     def name(self) -> str:
         """The name of the first run."""
-        return str(self.found.sources[0].row["name"])
+        return str(self.groups.sources[0].row["name"])
 
     @property
     def start(self) -> "Start":
         """The weights that learn, with the config of their run."""
         from agentrl.workflow.training.offline_training import Start
 
-        made = self.found.config
-        manifest = self.found.sources[0].row["manifest"]
-        return Start(made.model, self.found.start, made.rollout.temperature, manifest)
+        config = self.groups.config
+        manifest = self.groups.sources[0].row["manifest"]
+        return Start(config.model, self.groups.start, config.rollout.temperature, manifest)
 
-    def recipe(self, examples: int, passes: int, asked: Mapping[str, Any]) -> "Recipe":
+    def recipe(self, examples: int, passes: int, options: Mapping[str, Any]) -> "Recipe":
         """Return the recipe for this many passes, at the run's learning rate unless another was asked for."""
         from agentrl.workflow.training.offline_training import recipe_for
 
-        rate = self.found.config.update.learning_rate
-        return replace(recipe_for(examples, passes, rate, asked.get("batch_size")), **asked)
+        rate = self.groups.config.update.learning_rate
+        return replace(recipe_for(examples, passes, rate, options.get("batch_size")), **options)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
         """Return the chosen episodes with their tokens."""
@@ -178,15 +178,15 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
 
     db, start = find_stored_start(policy)
     source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
-    found = load_stored_groups(db, source, least, start)
-    for remark in found.remarks:
+    groups = load_stored_groups(db, source, least, start)
+    for remark in groups.remarks:
         say(remark)
     candidates = [
         one
-        for each in found.sources
-        for one in offline_data.load_candidates(db, each.row["id"], each.groups, source.reward_set)
+        for run_groups in groups.sources
+        for one in offline_data.load_candidates(db, run_groups.row["id"], run_groups.groups, source.reward_set)
     ]
-    return StoredEpisodes(db, found, candidates)
+    return StoredEpisodes(db, groups, candidates)
 
 
 def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
@@ -196,8 +196,8 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        said = f"Cannot create the folder {str(target.parent)!r}: {error.strerror}."
-        raise ConfigError(said, "Pass --output-dir, or set AGENTRL_HOME.") from error
+        problem = f"Cannot create the folder {str(target.parent)!r}: {error.strerror}."
+        raise ConfigError(problem, "Pass --output-dir, or set AGENTRL_HOME.") from error
     where = settings()
     try:
         with ProgressBar() as progress:
@@ -216,20 +216,20 @@ def model_name(target: Path) -> str:
 
 def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
     """Print commands that use the new model."""
-    dataset = stored.found.config.dataset.name
+    dataset = stored.groups.config.dataset.name
     say(f"Evaluate it: agentrl eval --policy {model_name(target)} --dataset {dataset}")
     say(f"Train it: agentrl submit --dataset {dataset} --model {model_name(target)}")
 
 
-def show_made(made: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
+def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
     """Print the new model, and what it learned from."""
-    left_out = "".join(f"; left out {count}: {why}" for why, count in made.left_out.items())
+    left_out = "".join(f"; left out {count}: {why}" for why, count in model.left_out.items())
     say(f"Learned from {learned}{left_out}.")
     if not as_json:
-        show(str(made.folder))
+        show(str(model.folder))
         return
-    told = {"model": made.folder, "name": made.folder.name, "steps": made.recipe.steps, **made.metrics}
-    show_json({**told, "examples": made.examples, "left_out": dict(made.left_out), **more})
+    document = {"model": model.folder, "name": model.folder.name, "steps": model.recipe.steps, **model.metrics}
+    show_json({**document, "examples": model.examples, "left_out": dict(model.left_out), **more})
 
 
 class ProgressBar:
@@ -263,11 +263,11 @@ class ProgressBar:
         """Show the progress."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
-        said = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
+        text = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())
         pace = (
             f"{self._tokens / seconds:,.0f} tokens/s  {format_duration(seconds * (steps - done) / (done - self._before))} left"
         )
         if self._bar is not None:
-            self._bar.update(self._task, total=steps, completed=done, description=f"{said}  {pace}")
+            self._bar.update(self._task, total=steps, completed=done, description=f"{text}  {pace}")
         elif done == steps or done % max(1, steps // 10) == 0:
-            say(f"step {done}/{steps}  {said}  {pace}")
+            say(f"step {done}/{steps}  {text}  {pace}")

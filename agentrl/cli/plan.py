@@ -19,11 +19,10 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
     evaluation = submission.evaluation
     if evaluation is None or every is None:
         return {}
-    times, each = 1 + math.ceil(submission.iterations / every), len(evaluation.tasks) * evaluation.group_size
+    times, episodes = 1 + math.ceil(submission.iterations / every), len(evaluation.tasks) * evaluation.group_size
     tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
-    return {
-        "held_out": f"every {every} versions: {tasks} x {evaluation.group_size}; {times} x {each} = {times * each} episodes"
-    }
+    cost = f"{times} x {episodes} = {times * episodes} episodes"
+    return {"held_out": f"every {every} versions: {tasks} x {evaluation.group_size}; {cost}"}
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
@@ -44,30 +43,30 @@ def describe_agent(agent: AgentConfig) -> str:
 
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
     """Return the rewards with their weights; those that an agent gives itself too."""
-    named = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
+    rewards = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
-    return [*named, *own]
+    return [*rewards, *own]
 
 
-def _describe_update(made: Any) -> dict[str, Any]:
+def _describe_update(prepared: Any) -> dict[str, Any]:
     """The parts of an update that differ from the ordinary; of a search what it works on."""
     from agentrl.workflow.algorithms import searches
     from agentrl.workflow.plugins import find
 
-    config = made.config
+    config = prepared.config
     if searches(find("algorithms", config.algorithm.name)):
         return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
     warmup = f"; only the critic trains in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
-    found: dict[str, Any] = {"convention": config.algorithm.convention}
-    found |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
-    found |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if made.algorithm.critic else {}
-    return found | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
+    parts: dict[str, Any] = {"convention": config.algorithm.convention}
+    parts |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
+    parts |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if prepared.algorithm.critic else {}
+    return parts | ({"passes": config.update.epochs} if config.update.epochs > 1 else {})
 
 
 def _describe_calls(model: Any) -> str:
     """Name the format of calls, and say if bare JSON does not count as one."""
-    named = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
-    return f"{named}, strict" if model.strict_calls else named
+    tool_format = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
+    return f"{tool_format}, strict" if model.strict_calls else tool_format
 
 
 def _describe_time(submission: Any) -> dict[str, str]:
@@ -79,11 +78,13 @@ def _describe_time(submission: Any) -> dict[str, str]:
     db = existing_database()
     if db is None or submission.kind != "train" or not submission.episodes:
         return {}
-    found = find_similar_iterations(db, submission.policy.base, submission.config)
-    if found is None:
+    similar = find_similar_iterations(db, submission.policy.base, submission.config)
+    if similar is None:
         return {}
-    run, each = found[0], median(found[1])
-    return {"time": f"about {_hours(each * submission.iterations)}: {each:.1f} s an iteration, as in {run}, plus evaluations"}
+    run, seconds = similar[0], median(similar[1])
+    return {
+        "time": f"about {_hours(seconds * submission.iterations)}: {seconds:.1f} s an iteration, as in {run}, plus evaluations"
+    }
 
 
 def _hours(seconds: float) -> str:

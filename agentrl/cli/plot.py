@@ -53,6 +53,6 @@ def histogram(values: Sequence[int], width: int = 40, bins: int = 10) -> list[st
     low, high = min(values), max(values)
     step = max(1, -(-(high - low + 1) // bins))
     counts = {start: sum(start <= value < start + step for value in values) for start in range(low, high + 1, step)}
-    most = max(counts.values())
-    bars = {start: "*" * -(-count * width // most) for start, count in counts.items()}
+    largest = max(counts.values())
+    bars = {start: "*" * -(-count * width // largest) for start, count in counts.items()}
     return [f"{start:>6}-{start + step - 1:<6} {count:>7} {bars[start]}".rstrip() for start, count in counts.items()]

@@ -35,13 +35,13 @@ def torch_facts(device: str) -> dict[str, Any]:
     }
 
 
-def _device_facts(asked: str) -> dict[str, Any]:
+def _device_facts(device_setting: str) -> dict[str, Any]:
     """Return the device's name, the precision of LoRA on it, its GPU's name, memory and capability; or why it is `unusable`."""
     import torch
 
     from agentrl.workflow.models.devices import auto_dtype, pick_device, try_kernel
 
-    name = pick_device(asked)
+    name = pick_device(device_setting)
     try:
         device = torch.device(name)
         facts: dict[str, Any] = {"name": name}
@@ -51,9 +51,9 @@ def _device_facts(asked: str) -> dict[str, Any]:
         dtype = auto_dtype(device, "lora")
         try_kernel(device, dtype)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without such devices
-        said = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        kernels = torch.cuda.get_arch_list() if "no kernel image" in said else []
-        return {"name": name, "unusable": said, "kernels": kernels}
+        problem = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        kernels = torch.cuda.get_arch_list() if "no kernel image" in problem else []
+        return {"name": name, "unusable": problem, "kernels": kernels}
     return facts | {"dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -43,8 +43,8 @@ def prompts(
     picked = pick_run(db, run)
     rows = sorted(iterate_rows(list_resources, db, ResourceFilter(picked, name)), key=lambda row: (row.name, row.version))
     if not rows:
-        named = f" called {name!r}" if name else ""
-        raise NotFoundError(f"{picked} has no prompt{named}.", "Add one to its config: resources: {prompt: ...}")
+        suffix = f" called {name!r}" if name else ""
+        raise NotFoundError(f"{picked} has no prompt{suffix}.", "Add one to its config: resources: {prompt: ...}")
     match question or []:
         case []:
             _list(db, picked, rows, as_json)
@@ -70,8 +70,8 @@ def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
     if len(wanted) > 1:
         raise ConfigError(f"There are several texts: {', '.join(names)}.", f"Pass --name {names[0]}")
     if not wanted:
-        known = "the search has not chosen one" if word == "best" else f"versions are 0 to {max(row.version for row in rows)}"
-        raise NotFoundError(f"There is no version {word!r:.40}: {known}.", f"agentrl prompts {rows[0].run}")
+        advice = "the search has not chosen one" if word == "best" else f"versions are 0 to {max(row.version for row in rows)}"
+        raise NotFoundError(f"There is no version {word!r:.40}: {advice}.", f"agentrl prompts {rows[0].run}")
     return wanted[0]
 
 
@@ -96,14 +96,14 @@ def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
     )
     for line in gain_lines(gain):
         show(line)
-    if gain is None and all(row.version == 0 for row in rows) and (asked := count_critic_calls(db, run)):
-        say(f"The critic was called {asked} times, and none of its edits could be used. Its answers:")
+    if gain is None and all(row.version == 0 for row in rows) and (calls := count_critic_calls(db, run)):
+        say(f"The critic was called {calls} times, and none of its edits could be used. Its answers:")
         say(f"  agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
     if any(row.chosen and row.version for row in rows):
         say(f"Show the text: agentrl prompts {run} show best")
 
 
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:
-    said, told = (f"{row.name}@{row.version}  reward {cell(row.mean_reward)}" for row in (one, other))
+    title, other_title = (f"{row.name}@{row.version}  reward {cell(row.mean_reward)}" for row in (one, other))
     before, after = clean(one.text).splitlines(), clean(other.text).splitlines()
-    yield from unified_diff(before, after, said, told, lineterm="", n=2)
+    yield from unified_diff(before, after, title, other_title, lineterm="", n=2)

@@ -22,14 +22,14 @@ def diff(episode: int, other: int, as_json: bool) -> int:
     from agentrl.workflow.store.reads.provenance import find_origin
 
     sides = (find_origin(stored_database(), episode), find_origin(stored_database(), other))
-    found = compare(*map(_with_reward_parts, sides))
-    if found.token is not None:
-        found = replace(found, token=_with_token_texts(found.token, sides))
+    comparison = compare(*map(_with_reward_parts, sides))
+    if comparison.token is not None:
+        comparison = replace(comparison, token=_with_token_texts(comparison.token, sides))
     if as_json:
-        show_json({"left": episode, "right": other, "same": found.same, **asdict(found)})
+        show_json({"left": episode, "right": other, "same": comparison.same, **asdict(comparison)})
     else:
-        show_lines(_report_lines(found, (episode, other)))
-    return 0 if found.same else 1
+        show_lines(_report_lines(comparison, (episode, other)))
+    return 0 if comparison.same else 1
 
 
 def _with_reward_parts(origin: "Origin") -> Episode:
@@ -58,21 +58,24 @@ def _token_text(base: str, token: int | None) -> str:
     return str(Tokenizer.from_file(str(file)).decode([token], skip_special_tokens=False))
 
 
-def _report_lines(found: "EpisodeComparison", ids: tuple[int, int]) -> Iterator[Line]:
+def _report_lines(comparison: "EpisodeComparison", ids: tuple[int, int]) -> Iterator[Line]:
     left, right = (f"episode {number}:" for number in ids)
-    if found.tasks is not None:
-        yield f"The episodes have different tasks: {found.tasks[0]} and {found.tasks[1]}.", "yellow"
-    yield f"tokens   {found.common} of {found.tokens[0]} and {found.tokens[1]} in common", line_style(found.token is None)
-    if found.token is not None:
-        yield from parting_lines(found.token, left, right)
-    yield f"results  {len(found.results) or 'none'} differ", line_style(not found.results)
-    for result in found.results:
+    if comparison.tasks is not None:
+        yield f"The episodes have different tasks: {comparison.tasks[0]} and {comparison.tasks[1]}.", "yellow"
+    yield (
+        f"tokens   {comparison.common} of {comparison.tokens[0]} and {comparison.tokens[1]} in common",
+        line_style(comparison.token is None),
+    )
+    if comparison.token is not None:
+        yield from parting_lines(comparison.token, left, right)
+    yield f"results  {len(comparison.results) or 'none'} differ", line_style(not comparison.results)
+    for result in comparison.results:
         yield f"  step {result.step}, call {result.call}", "red"
         for name, text in ((left, result.left), (right, result.right)):
             yield f"    {name} {'(none)' if text is None else quote(text)}", ""
-    yield f"rewards  {len(found.rewards) or 'none'} differ", line_style(not found.rewards)
-    for part, one, other in found.rewards:
+    yield f"rewards  {len(comparison.rewards) or 'none'} differ", line_style(not comparison.rewards)
+    for part, one, other in comparison.rewards:
         yield f"  {part}: {full_number(one)} and {full_number(other)}", "red"
-    if found.stop_reasons is not None:
-        yield f"ended    {cell(found.stop_reasons[0])} and {cell(found.stop_reasons[1])}", "red"
-    yield ("the same", "green") if found.same else ("NOT the same", "bold red")
+    if comparison.stop_reasons is not None:
+        yield f"ended    {cell(comparison.stop_reasons[0])} and {cell(comparison.stop_reasons[1])}", "red"
+    yield ("the same", "green") if comparison.same else ("NOT the same", "bold red")

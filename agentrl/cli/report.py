@@ -35,17 +35,17 @@ def report(
         find("trackers", name)
     if trackers:
         run_reports.add_reports(db, row["name"], trackers, samples)
-    chosen = [each for each in run_reports.list_reports(db, row["name"]) if not trackers or each.tracker in trackers]
+    chosen = [entry for entry in run_reports.list_reports(db, row["name"]) if not trackers or entry.tracker in trackers]
     if trackers and row["status"] == "running":
         _leave_to_control(db, row["name"])
     elif trackers:
         _write(db, chosen)
-    rows = [each for each in run_reports.list_reports(db, row["name"]) if not trackers or each.tracker in trackers]
+    rows = [entry for entry in run_reports.list_reports(db, row["name"]) if not trackers or entry.tracker in trackers]
     if as_json:
         names = ("tracker", "iteration", "url", "samples", "status", "error")
-        show_json([{name: getattr(each, name) for name in names} for each in rows])
-    for each in () if as_json else rows:
-        show(f"{each.tracker}: {each.iteration} iterations{f'; {each.url}' if each.url else ''}")
+        show_json([{name: getattr(entry, name) for name in names} for entry in rows])
+    for entry in () if as_json else rows:
+        show(f"{entry.tracker}: {entry.iteration} iterations{f'; {entry.url}' if entry.url else ''}")
     if not rows:
         say(f"{row['name']} has no reports. Write one: agentrl report {row['name']} --to tensorboard")
     if trackers and row["status"] != "running":
@@ -58,9 +58,9 @@ def _check_written(run: str, rows: list[Any]) -> None:
     Raises:
         ServiceError: some could not be written.
     """
-    if others := [each.tracker for each in rows if not (each.error or each.status)]:
+    if others := [row.tracker for row in rows if not (row.error or row.status)]:
         say(f"Another process is writing {', '.join(others)}. Check again later: agentrl report {run}")
-    if failed := [each.error for each in rows if each.error]:
+    if failed := [row.error for row in rows if row.error]:
         raise ServiceError("\n  ".join(failed))
 
 
@@ -81,7 +81,7 @@ def _write(db: Any, chosen: list[Any]) -> None:
 
     settings().stack_dir.mkdir(parents=True, exist_ok=True)
     with log_file(settings(), "reporter").open("ab") as output, ExitStack() as ends:
-        processes = [ReportProcess(each, output.fileno()) for each in chosen]
+        processes = [ReportProcess(row, output.fileno()) for row in chosen]
         for process in processes:
             ends.callback(process.kill)
         for process in processes:

@@ -50,12 +50,12 @@ def pick_run(db: Any, run: str | None) -> str:
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
 
-    found = run or run_rows.find_newest_run(db)
-    if not found:
+    name = run or run_rows.find_newest_run(db)
+    if not name:
         raise NotFoundError("There is no run yet.", first_run_hint())
     if not run:
-        say(f"The newest run: {found}")
-    return found
+        say(f"The newest run: {name}")
+    return name
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
@@ -67,12 +67,12 @@ def pick_episode(db: Any, episode: int | None) -> int:
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
 
-    found = episode_rows.find_last_episode(db) if episode is None else episode
-    if found is None:
+    number = episode_rows.find_last_episode(db) if episode is None else episode
+    if number is None:
         raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
     if episode is None:
-        say(f"The last episode: {found}")
-    return found
+        say(f"The last episode: {number}")
+    return number
 
 
 def existing_database() -> Any:
@@ -130,8 +130,8 @@ def first_run_hint() -> str:
     """Return the commands for a first run, which work everywhere."""
     from agentrl.workflow.settings import settings
 
-    made = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
-    model = "" if made else "agentrl sft --dataset arithmetic --model tiny, then "
+    has_model = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
+    model = "" if has_model else "agentrl sft --dataset arithmetic --model tiny, then "
     return f"Submit one: {model}agentrl submit --dataset arithmetic --model tiny"
 
 
@@ -174,7 +174,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     return build({"model.path": policy}), None
 
 
-def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
+def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
     """Return the run's policy that the words mean, with the run's config and manifest.
 
     Raises:
@@ -184,13 +184,13 @@ def find_trained_policy(words: str, option: str) -> "tuple[RunConfig, Any, Mappi
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names
 
-    config, ref = find_policy(words)
+    config, ref = find_policy(policy)
     if ref is None:
-        raise ConfigError(f"{words!r} is not a run's policy.", f"Pass {option} RUN or {option} RUN@3.")
+        raise ConfigError(f"{policy!r} is not a run's policy.", f"Pass {option} RUN or {option} RUN@3.")
     return config, ref, run_names.find_run(stored_reader(), str(config.name))["manifest"]
 
 
-def is_stored_policy(words: str) -> bool:
+def is_stored_policy(text: str) -> bool:
     """Return whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only
     `RUN`.
 
@@ -203,11 +203,11 @@ def is_stored_policy(words: str) -> bool:
     from agentrl.workflow.store import run_names
 
     db = existing_reader()
-    if _policy_of_checkpoint(db, words):
+    if _policy_of_checkpoint(db, text):
         return True
-    if is_url(words) or Path(words).expanduser().exists():
+    if is_url(text) or Path(text).expanduser().exists():
         return False
-    return "@" in words or (db is not None and not _may_be_a_model(words) and run_names.is_run(db, words))
+    return "@" in text or (db is not None and not _may_be_a_model(text) and run_names.is_run(db, text))
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
@@ -273,13 +273,13 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     is_checkpoint = not is_url(policy) and (folder / MANIFEST).is_file() and (folder / STATE).is_file()
     if not is_url(policy) and not is_checkpoint:
         return ""
-    found = "" if db is None else run_names.find_policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
-    if not found:
+    name = "" if db is None else run_names.find_policy_at(db, policy.rstrip("/") if is_url(policy) else str(folder))
+    if not name:
         raise NotFoundError(
             f"{policy!r} is a checkpoint of a run that is not in this database, so its base model is unknown.",
             "Pass RUN@VERSION with the database of its run, or a model folder.",
         )
-    return found
+    return name
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":

@@ -53,10 +53,10 @@ def resume(
     for name in changed_files(row["manifest"].get("datasets", {}), split):
         say(f"{name} has changed since {row['name']} was submitted. The run continues with its original tasks.")
         say(f"To train on the new rows, submit another run: agentrl submit --dataset {name}")
-    asked = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
+    needs = requirements_of(row["config"], row["weights"], row["base"], row["output_dir"], rolls_out=not row["stored"])
     separate = staleness_of(row["config"]) > 0
     try:
-        missing = ready_workers(row["name"], asked, separate, there=False, fit=True)  # before the run is running again
+        missing = ready_workers(row["name"], needs, separate, there=False, fit=True)  # before the run is running again
     except (ServiceError, WorkerError) as error:
         options = f" --epochs {epochs}" if epochs else f" --iterations {iterations}" if iterations else ""
         raise with_resume_hint(error, row["name"], options) from error
@@ -120,17 +120,17 @@ def _show_run(run: str, status: str, before: str, as_json: bool, length: int | N
     from agentrl.workflow.store.reads import run_rows
 
     row, now = run_rows.describe_run(stored_database(), run), run_rows.count_progress(stored_database(), run)
-    kept, redone = _describe_kept(row, now), _describe_redone(status, now)
+    committed, redone = _describe_kept(row, now), _describe_redone(status, now)
     if as_json:
-        told = {"run": row["run"], "status": status, "before": before, "iterations": row["iterations"]}
-        show_json({**told, "kept": kept, "redone": redone})
+        document = {"run": row["run"], "status": status, "before": before, "iterations": row["iterations"]}
+        show_json({**document, "kept": committed, "redone": redone})
         return
     longer = length is not None and length < row["iterations"]
     still = "" if longer else " already"
     show(f"{row['run']}: {status}" + (still if before == status else f" (was {before})"))
     if longer:
         show(f"  longer: {length} -> {row['iterations']} iterations")
-    show(f"  kept:   {kept}")
+    show(f"  kept:   {committed}")
     show(f"  redone: {redone}")
 
 

@@ -40,11 +40,11 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
 def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
     """The cells of the run and of the runs under it; `first` is the prefix of its name, `rest` of theirs."""
     row, sources = relative.row, relative.sources
-    told = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
+    origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
     done = f"{row['iterations_done']}/{row['iterations']}"
     name = one_line(row["run"], max(10, MAX_NAME_CHARS - len(first)))
     kind = [] if row["kind"] == "train" else [row["kind"]]
-    yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join(filter(None, [*kind, "; ".join(told)]))
+    yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join(filter(None, [*kind, "; ".join(origins)]))
     below = children.get(row["id"], ())
     for index, child in enumerate(below):
         last = index + 1 == len(below)

@@ -67,12 +67,12 @@ class RunView:
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
     """Return the seconds of each iteration after the end of the one before: rollouts that go on during updates count once."""
-    found, ended = [], None
+    seconds, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0
-        found.append(max(0.0, (row["seconds"] or 0.0) - max(0.0, shared)))
+        seconds.append(max(0.0, (row["seconds"] or 0.0) - max(0.0, shared)))
         ended = row["finished_at"] or ended
-    return found
+    return seconds
 
 
 def held_out_line(view: RunView) -> str:

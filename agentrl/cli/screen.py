@@ -99,11 +99,11 @@ def _head_lines(view: RunView) -> Iterator[str]:
         yield f"{view.tokens_per_second:.0f} tokens/s"
 
 
-def _curve_lines(view: RunView, width: int, most: int) -> Iterator[str]:
+def _curve_lines(view: RunView, width: int, max_curves: int) -> Iterator[str]:
     drawn = 0
     for label, of in CURVES.items():
         values = [value for row in view.iterations if (value := of(row)) is not None]
-        if values and drawn < most:
+        if values and drawn < max_curves:
             drawn += 1
             yield _curve_line(label, values, width)
         if label == "reward" and view.scores:
@@ -126,11 +126,11 @@ def _eval_line(view: RunView) -> str:
     """The newest evaluation, the best version, and the number of those to come."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
-    told = [f"version {newest['policy_version']}: {format_interval(newest)}"]
+    parts = [f"version {newest['policy_version']}: {format_interval(newest)}"]
     if run["best_version"] is not None:
-        told.append(f"best {format_decimals(run['best_reward'])} @{run['best_version']}")
+        parts.append(f"best {format_decimals(run['best_reward'])} @{run['best_version']}")
     waiting = sum(row["status"] in OPEN_STATUSES for row in view.evals)
-    return ", ".join([*told, *([f"{waiting} to come"] if waiting else [])])
+    return ", ".join([*parts, *([f"{waiting} to come"] if waiting else [])])
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:
@@ -139,7 +139,7 @@ def _newest_table(view: RunView, room: int) -> list[str]:
     if not rows:
         return []
     seconds = iteration_seconds(view.iterations)[-len(rows) :]
-    told = {name: [of(row) for row in rows] for name, of in COLUMNS.items()} | {"seconds": seconds}
-    columns = [[name, *map(cell, values)] for name, values in told.items() if any(value is not None for value in values)]
+    series = {name: [of(row) for row in rows] for name, of in COLUMNS.items()} | {"seconds": seconds}
+    columns = [[name, *map(cell, values)] for name, values in series.items() if any(value is not None for value in values)]
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(text.rjust(size) for text, size in zip(line, widths, strict=True)) for line in zip(*columns, strict=True)]

@@ -67,8 +67,8 @@ def serve(
 
     if no_record and (name is not None or keep_days is not None):
         raise ConfigError("--no-record excludes --name and --keep-days: nothing is stored.", "Leave them out.")
-    asked: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
-    asked |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
+    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
+    options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     chat = chat_values(tool_format, chat_template) | {"seed": randbelow(2**31) if seed is None else seed}
     with closing(bind(host, port, "Pass another --port, or 0 for any.")) as listening:
         key = settings().serve_key
@@ -78,10 +78,10 @@ def serve(
                 "Set another.",
             )
         if not key and not is_loopback(listening):
-            said = f"Cannot listen at {host} without a key: other machines can reach it."
-            raise ConfigError(said, "Set AGENTRL_SERVE_KEY to the key that clients must send, or leave --host out.")
+            message = f"Cannot listen at {host} without a key: other machines can reach it."
+            raise ConfigError(message, "Set AGENTRL_SERVE_KEY to the key that clients must send, or leave --host out.")
         origins = _read_origins(settings().serve_origins, key)
-        config, ref, of = _served_config(policy, name, asked, chat, trust_remote_code)
+        config, ref, of = _served_config(policy, name, options, chat, trust_remote_code)
         set_up_logging()
         with _database(no_record) as db:
             how = Serving(key, idle_seconds, keep_days, records=not no_record, origins=origins)
@@ -106,7 +106,7 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
 
 
 def _served_config(
-    policy: str, name: str | None, asked: dict[str, Any], chat: dict[str, Any], trust: bool
+    policy: str, name: str | None, options: dict[str, Any], chat: dict[str, Any], trust: bool
 ) -> "tuple[RunConfig, Any, str]":
     """The config to serve with, the policy's weights (None: the model as it is), and the name of the run that they are of."""
     from agentrl.workers.requests.serve_request import serve_config
@@ -115,7 +115,7 @@ def _served_config(
     from agentrl.workflow.experiment import Experiment
 
     base, ref = find_trusted_policy(policy, trust)
-    config = build(serve_config(base, name, asked).flat() | chat)
+    config = build(serve_config(base, name, options).flat() | chat)
     engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
         check_model_is_there(policy, config)
@@ -158,8 +158,8 @@ def _count(number: int, what: str) -> str:
 
 def _greeting(run: str, what: str, url: str, how: "Serving") -> "Iterator[str]":
     wanted = "the key is AGENTRL_SERVE_KEY" if how.key else "no key"
-    kept = f"its episodes: agentrl episodes {run}" if how.records else "nothing is recorded"
-    yield f"{run}: {what} at {url}/v1, {wanted}; {kept}"
+    recording = f"its episodes: agentrl episodes {run}" if how.records else "nothing is recorded"
+    yield f"{run}: {what} at {url}/v1, {wanted}; {recording}"
     header = ' -H "Authorization: Bearer $AGENTRL_SERVE_KEY"' if how.key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is 15 minus 8?"}]})
     yield f"  curl {url}/v1/chat/completions{header} -d '{body}'"

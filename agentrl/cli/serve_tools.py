@@ -68,9 +68,9 @@ def _find_lack(tool: "Tool") -> str | None:
 
 def _table_cells(row: dict[str, Any]) -> list[Any]:
     arguments = row["parameters"].get("properties", {})
-    told = ", ".join(f"{name}: {spec.get('type', json.dumps(spec))}" for name, spec in arguments.items())
+    parameters = ", ".join(f"{name}: {spec.get('type', json.dumps(spec))}" for name, spec in arguments.items())
     works = f"in {', '.join(row['works_in'])}" if row["lacks"] and row["works_in"] else row["lacks"] is None
-    return [row["tool"], row["name"], told, row["effects"], row["timeout_seconds"], works]
+    return [row["tool"], row["name"], parameters, row["effects"], row["timeout_seconds"], works]
 
 
 @tools.command("serve")
@@ -100,7 +100,7 @@ def serve(
     token, own = _read_token()
     if path is not None and (host, port) != (HOST, PORT):
         raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
-    offer = select_tools(env, [name for words in named or () for name in _tool_names(words)])
+    offer = select_tools(env, [name for option in named or () for name in _tool_names(option)])
     where: AbstractContextManager[socket.socket]
     where = (
         tool_server.listen_at_path(path.expanduser().absolute())
@@ -130,8 +130,8 @@ def _read_token() -> tuple[str, bool]:
     return given or token_urlsafe(24), bool(given)
 
 
-def _tool_names(words: str) -> list[str]:
-    return [words] if words.startswith("mcp:") else [name for name in map(str.strip, words.split(",")) if name]
+def _tool_names(text: str) -> list[str]:
+    return [text] if text.startswith("mcp:") else [name for name in map(str.strip, text.split(",")) if name]
 
 
 def _format_address(listener: "socket.socket") -> str:

@@ -133,7 +133,7 @@ def sft(
 
     Without --min-reward and --best it learns from every finished episode, the bad ones too.
     """
-    asked = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
+    recipe = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
     if min_reward is not None and not isfinite(min_reward):
         raise ConfigError(f"--min-reward must be a finite number, not {min_reward:g}.", "Leave it out to take every episode.")
     if epochs is not None and steps is not None:
@@ -142,33 +142,33 @@ def sft(
     place = OutputPlace(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
-    words = {"tool_format": tool_format, "chat_template": chat_template}
+    chat = {"tool_format": tool_format, "chat_template": chat_template}
     rows = {"split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
-    how = _LearningOptions(asked, epochs, rows, parts | {"load_in_4bit": load_in_4bit or None}, words, lora, trust_remote_code)
+    how = _LearningOptions(recipe, epochs, rows, parts | {"load_in_4bit": load_in_4bit or None}, chat, lora, trust_remote_code)
     of_dataset = {"--dataset": dataset, "--model": model, "--max-tasks": max_tasks, "--held-out": held_out or None}
     of_dataset |= {"--map": map, "--filter": filter, "--split": None if split == "train" else split}
     if not from_episodes:
         refuse_options(chosen, "for stored episodes only.", "Add --from-episodes RUN.")
-        asked["held_out"] = _held_out_share(held_out)
+        recipe["held_out"] = _held_out_share(held_out)
         _train_on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
     of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
-    refuse_options(of_dataset | how.of_model | how.of_words, "not for stored episodes, which have their own.", "Leave it out.")
+    refuse_options(of_dataset | how.of_model | how.of_chat, "not for stored episodes, which have their own.", "Leave it out.")
     stored = find_stored(from_episodes, reward_set, policy, least=1)
     _train_on_episodes(stored, min_reward, best, how, place, as_json)
 
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """The options of a training: `asked` are the recipe's, `rows` keys of the section `dataset` of a config; `parts` (what
-    trains) and `words` (chat) are keys of the section `model`, None if not given.
+    """The options of a training: `recipe` are the recipe's, `rows` keys of the section `dataset` of a config; `parts` (what
+    trains) and `chat` are keys of the section `model`, None if not given.
     """
 
-    asked: Mapping[str, Any]
+    recipe: Mapping[str, Any]
     epochs: int | None
     rows: Mapping[str, Any]
     parts: Mapping[str, Any]
-    words: Mapping[str, Any]
+    chat: Mapping[str, Any]
     lora: str
     trust_remote_code: bool
 
@@ -178,9 +178,9 @@ class _LearningOptions:
         return _as_flags(self.parts)
 
     @property
-    def of_words(self) -> dict[str, Any]:
+    def of_chat(self) -> dict[str, Any]:
         """The options on the chat, None if not given."""
-        return _as_flags(self.words)
+        return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
         """The config's section on the model.
@@ -188,13 +188,13 @@ class _LearningOptions:
         Raises:
             ConfigError: the options do not fit the model, or each other.
         """
-        asked = {**self.parts, **self.words}
-        given = {f"model.{name}": value for name, value in asked.items() if value is not None}
+        values = {**self.parts, **self.chat}
+        given = {f"model.{name}": value for name, value in values.items() if value is not None}
         return build({**given, "model.path": path, "model.trust_remote_code": trusted}).model
 
 
-def _as_flags(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"--{name.replace('_', '-')}": value for name, value in asked.items()}
+def _as_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
 def _held_out_share(held_out: float) -> float:
@@ -212,13 +212,13 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
-    found: Dataset | list[Demonstration]
-    asked = {f"dataset.{name}": value for name, value in how.rows.items() if value is not None}
-    rows = build({**asked, "dataset.name": dataset}).dataset
+    demonstrations: Dataset | list[Demonstration]
+    options = {f"dataset.{name}": value for name, value in how.rows.items() if value is not None}
+    rows = build({**options, "dataset.name": dataset}).dataset
     if not is_rows(dataset):
         own = {f"--{name}": how.rows[name] for name in ("map", "filter")}
         refuse_options(own, "for datasets from files, folders and the hub only.", "Leave it out.")
-    found = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
+    demonstrations = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
     config, policy, manifest = _find_named_policy(model, how)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
@@ -230,13 +230,17 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
         from agentrl.workflow.training.supervised import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
-    learn = partial(fine_tune, found, path, target, recipe=_build_recipe(path, how, config), start=start, config=config)
-    made = train_with_progress(target, partial(learn, epochs=how.epochs, max_tasks=rows.max_tasks, **place.writing_options))
+    learn = partial(
+        fine_tune, demonstrations, path, target, recipe=_build_recipe(path, how, config), start=start, config=config
+    )
+    trained_model = train_with_progress(
+        target, partial(learn, epochs=how.epochs, max_tasks=rows.max_tasks, **place.writing_options)
+    )
     if config.load_in_4bit or config.load_in_8bit:
         say(DEQUANTISED_NOTE)
-    show_made(made, f"{made.examples} demonstrations", {}, as_json)
+    show_made(trained_model, f"{trained_model.examples} demonstrations", {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
-    if isinstance(found, list) and not _has_references(rows):
+    if isinstance(demonstrations, list) and not _has_references(rows):
         say(f"Chat with it: agentrl chat --model {model_name(target)}")
         say(f"Train it on a dataset with answers: agentrl submit --dataset NAME --model {model_name(target)}")
     else:
@@ -266,13 +270,13 @@ def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig,
             refuse_options(how.of_model, "a new model trains all weights.", "Leave it out.")
         return how.model(model, how.trust_remote_code), None, {}
     if how.lora == "continue":
-        given = how.of_model | how.of_words
+        given = how.of_model | how.of_chat
         refuse_options(given, "not for a run's policy, which has its own.", "Leave it out, or pass --lora new.")
-    made, policy, manifest = find_trained_policy(model, "--model")
+    run_config, policy, manifest = find_trained_policy(model, "--model")
     if how.lora == "continue":
-        return made.model.model_copy(update={"path": f"{made.name}@{policy.version}"}), policy, manifest
-    merged = merge_base(made, policy, manifest).base
-    return how.model(merged, made.model.trust_remote_code or how.trust_remote_code), None, {}
+        return run_config.model.model_copy(update={"path": f"{run_config.name}@{policy.version}"}), policy, manifest
+    merged = merge_base(run_config, policy, manifest).base
+    return how.model(merged, run_config.model.trust_remote_code or how.trust_remote_code), None, {}
 
 
 def _build_recipe(model: str, how: _LearningOptions, config: "ModelConfig") -> "Recipe":
@@ -283,7 +287,7 @@ def _build_recipe(model: str, how: _LearningOptions, config: "ModelConfig") -> "
     if full:
         others = {option: value for option, value in how.of_model.items() if option != "--lora-r"}
         refuse_options(others, "without effect if all weights train.", "Pass --lora-r 8, too.")
-    return replace(default_recipe(model, full), **how.asked)
+    return replace(default_recipe(model, full), **how.recipe)
 
 
 def _train_on_episodes(
@@ -310,10 +314,10 @@ def _train_on_episodes(
     with pause_gc():
         from agentrl.workflow.training.supervised import PASSES, sft_on_episodes
 
-    recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.asked)
+    recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.recipe)
     episodes = stored.episodes(chosen)
-    made = train_with_progress(
+    trained_model = train_with_progress(
         target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing_options)
     )
-    show_made(made, f"{made.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
+    show_made(trained_model, f"{trained_model.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
     say_next_steps(stored, target)

@@ -66,33 +66,34 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
 
     if view is not None and view not in descriptions.VIEWS:
         raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], descriptions.VIEWS))
-    found: list[dict[str, Any]] = [
+    views: list[dict[str, Any]] = [
         {
             "view": name,
             "meaning": descriptions.VIEWS[name],
             "columns": [
-                {"column": each, "meaning": descriptions.column_meaning(name, each)} for each in list_columns(settings(), name)
+                {"column": column_name, "meaning": descriptions.column_meaning(name, column_name)}
+                for column_name in list_columns(settings(), name)
             ],
         }
         for name in ([view] if view else descriptions.VIEWS)
     ]
-    lines = [(each["view"], column["column"], column["meaning"]) for each in found for column in each["columns"]]
+    lines = [(each["view"], column["column"], column["meaning"]) for each in views for column in each["columns"]]
     if as_json:
-        show_json(found)
+        show_json(views)
     elif as_csv:
         show_csv(("view", "column", "meaning"), lines)
     elif view:
         show(f"{view}: {descriptions.VIEWS[view]}\n")
         show_table(("column", "meaning"), [line[1:] for line in lines])
     else:
-        for each in found:
+        for each in views:
             _show_view(each)
         say("Meanings of the columns: agentrl sql --schema VIEW")
 
 
-def _show_view(found: dict[str, Any]) -> None:
+def _show_view(view: dict[str, Any]) -> None:
     from textwrap import fill
 
-    show(f"{found['view']}: {found['meaning']}")
-    names = ", ".join(column["column"] for column in found["columns"])
+    show(f"{view['view']}: {view['meaning']}")
+    names = ", ".join(column["column"] for column in view["columns"])
     show(fill(names, 78, initial_indent="    ", subsequent_indent="    ") + "\n")

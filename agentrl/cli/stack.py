@@ -94,8 +94,8 @@ def worker(
     if host is not None or port is not None:
         raise ConfigError("--host and --port apply only to `agentrl worker endpoint`.", "Leave them out.")
     # A broker in the settings may come up later; the embedded one comes with a stack, or not at all.
-    known = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
-    if known and not settings().broker_url:
+    is_role = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
+    if is_role and not settings().broker_url:
         broker.require_broker(settings())
     worker.run(roles, concurrency)
 
@@ -127,15 +127,15 @@ def current(as_json: Json = False) -> None:
     from agentrl.workflow.store.reads.user_sql import sqlite_file
 
     file = sqlite_file(settings())
-    found = None
+    revision = None
     if file is None or file.exists():
         with closing(Database(settings().database)) as database:
-            found = migrate.current(database)
+            revision = migrate.current(database)
     if as_json:
-        show_json({"current": found, "head": migrate.head()})
+        show_json({"current": revision, "head": migrate.head()})
     else:
-        show(f"{found or 'empty'} (this agentrl: {migrate.head()})")
-    if found != migrate.head():
+        show(f"{revision or 'empty'} (this agentrl: {migrate.head()})")
+    if revision != migrate.head():
         say("Run `agentrl db upgrade`.")
         raise typer.Exit(4)
 
@@ -178,12 +178,12 @@ def _config_values(
     from agentrl.workflow.resolve import resolve
 
     if run is None:
-        asked, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
-        made = resolve_run(asked)
-        trainers.check(made)
-        before, values = asked.flat(), made.flat()
+        given, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
+        config = resolve_run(given)
+        trainers.check(config)
+        before, values = given.flat(), config.flat()
         settled = {key for key, value in values.items() if value != before[key]}
-        return values, origins | dict.fromkeys(settled, asked.algorithm.name), settled
+        return values, origins | dict.fromkeys(settled, given.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run excludes --config and -s: it shows a stored config.", "Choose one.")
     from agentrl.cli.resolve_targets import stored_database

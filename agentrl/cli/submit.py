@@ -76,15 +76,17 @@ def submit(
     flags = {FLAGS[keyword]: None if value == [] else value for keyword, value in options.items()}
     flags["rewards"] = parse_weights(options["reward"] or ()) or None
     flags |= _source_values(from_groups or [], from_episodes or [], reward_set)
-    asked, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
-    if not asked.source.given and config is None and origins["dataset.name"] == "default":
+    run_config, origins = resolve(config, flags, tuple(assignments or ()), os.environ)
+    if not run_config.source.given and config is None and origins["dataset.name"] == "default":
         raise ConfigError("Nothing to train on: no dataset, config or episodes.", EXAMPLES)
     if probe and not dry_run:
         raise ConfigError("--probe requires --dry-run.", "Add --dry-run.")
-    if not asked.source.given and (policy or asked.source.reward_set != "default"):
+    if not run_config.source.given and (policy or run_config.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set require stored episodes.", "Add --from-episodes RUN.")
     prepared = (
-        _prepare_from_stored(asked, origins, policy) if asked.source.given else _prepare_from_model(asked, origins, dry_run)
+        _prepare_from_stored(run_config, origins, policy)
+        if run_config.source.given
+        else _prepare_from_model(run_config, origins, dry_run)
     )
     prepared = _with_origins(prepared, origins)
     _say_skipped(prepared.skipped_rows)
@@ -146,26 +148,26 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
     """The flags that name stored episodes, as keys of the config."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
-    named = [*(word for word in groups if word not in numbers), *runs]
+    names = [*(word for word in groups if word not in numbers), *runs]
     return {
         "source.groups": [int(word) for word in numbers] or None,
-        "source.runs": named or None,
+        "source.runs": names or None,
         "source.reward_set": reward_set,
     }
 
 
-def _prepare_from_stored(asked: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
+def _prepare_from_stored(run_config: RunConfig, origins: dict[str, str], policy: str | None) -> Any:
     from agentrl.workers.requests.stored_groups import prepare_stored
 
     db, start = find_stored_start(policy)
-    prepared = prepare_stored(db, asked, origins, start)
+    prepared = prepare_stored(db, run_config, origins, start)
     for line in _size_lines(prepared.config, prepared.submission.policy.base):
         say(line)
     return with_origin(prepared, policy) if policy else prepared
 
 
-def _prepare_from_model(asked: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
-    config, start = resolve_start(asked, origins)
+def _prepare_from_model(run_config: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
+    config, start = resolve_start(run_config, origins)
     for line in _size_lines(config, start.base if start else ""):
         say(line)
     from agentrl.workers.requests import submit  # takes longer than all that is said before

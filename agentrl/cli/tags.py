@@ -34,8 +34,8 @@ def tag(
     if as_json:
         show_json({"run": run_rows.describe_run(stored_reader(), run).run, "tags": tags})
         return
-    for each in tags:
-        show(each)
+    for text in tags:
+        show(text)
     if not tags:
         say(f"{run} has no tag. Give it one: agentrl tag {run} good")
 
@@ -67,7 +67,7 @@ def note(
     if as_json:
         show_json(notes)
         return
-    for each in notes:
-        show(f"{each['id']}  {cell(each['created_at'])}  " + each["text"].replace("\n", "\n    "))
+    for row in notes:
+        show(f"{row['id']}  {cell(row['created_at'])}  " + row["text"].replace("\n", "\n    "))
     if not notes:
         say(f'{run} has no notes. Write one: agentrl note {run} "TEXT"')

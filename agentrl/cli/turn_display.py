@@ -42,9 +42,9 @@ class Voice:
             self._held = self._held[mark.end() :]
             self._handle_mark(mark.group())
         if not self._calls:
-            kept = _unfinished_chars(self._held, self._marks)
-            self._write_text(self._held[: len(self._held) - kept])
-            self._held = self._held[len(self._held) - kept :]
+            held_chars = _unfinished_chars(self._held, self._marks)
+            self._write_text(self._held[: len(self._held) - held_chars])
+            self._held = self._held[len(self._held) - held_chars :]
 
     def rest(self, message: Message) -> Iterator[Line]:
         """Yield the lines of the whole turn that were not shown yet."""
@@ -63,18 +63,18 @@ class Voice:
         text = self._space + text
         if not (self._thought if self._thinks else self._shown):
             text = text.lstrip()
-        words = text.rstrip()
-        self._space = text[len(words) :]
-        if not words:
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        if not visible:
             return
         if self._thinks and not self._thought:
             self._write("(thinks) ", DIM)
-        self._write(clean(words), DIM if self._thinks else PLAIN)
+        self._write(clean(visible), DIM if self._thinks else PLAIN)
         self._wrote = True
         if self._thinks:
-            self._thought += words
+            self._thought += visible
         else:
-            self._shown += words
+            self._shown += visible
 
     def _handle_mark(self, mark: str) -> None:
         """Handles a mark: a thought begins before all else, and ends once; any other mark of a thought is text."""
@@ -108,8 +108,8 @@ def turn_lines(message: Message) -> Iterator[Line]:
 def call_lines(message: Message) -> Iterator[Line]:
     """Yield the lines of a turn's calls."""
     for call in message.tool_calls:
-        shown: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
-        yield f"  {call.name or '(unreadable call)'} {shown}", "bold blue"
+        call_text: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
+        yield f"  {call.name or '(unreadable call)'} {call_text}", "bold blue"
 
 
 def _unfinished_chars(text: str, marks: Sequence[str]) -> int:

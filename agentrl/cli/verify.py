@@ -46,23 +46,23 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     if EXACT in origin.manifest:
         raise StateError(f"Episode {episode} cannot be verified: it was imported.", f"agentrl replay {episode}")
     check_format(origin.run, origin.format, "verify")
-    asked: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
+    parts: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
         if what == TOOLS:
             raise StateError(
                 f"Cannot verify the tools of episode {episode}: its agent ran them itself.",
                 "Tokens and rewards can be verified: --verify tokens, --verify rewards.",
             )
-        asked = tuple(name for name in asked if name != TOOLS)
-    made = Experiment.load(origin.config).reading(origin.resources)
-    reports: dict[str, Any] = {name: check(origin, made) for name, check in _CHECKS.items() if name in asked}
-    every = [report for found in reports.values() for report in (found if isinstance(found, list) else [found])]
+        parts = tuple(name for name in parts if name != TOOLS)
+    experiment = Experiment.load(origin.config).reading(origin.resources)
+    reports: dict[str, Any] = {name: check(origin, experiment) for name, check in _CHECKS.items() if name in parts}
+    every = [report for result in reports.values() for report in (result if isinstance(result, list) else [result])]
     same = all(report.same for report in every)
     verified = sum(report.compared_count for report in every)
     if as_json:
         done = origin.record.episode
-        told = {"same": same if verified or not same else None, "parent": done.parent_id, "inherited": done.inherited}
-        show_json({"episode": episode, **told, **{name: _report_document(found) for name, found in reports.items()}})
+        document = {"same": same if verified or not same else None, "parent": done.parent_id, "inherited": done.inherited}
+        show_json({"episode": episode, **document, **{name: _report_document(result) for name, result in reports.items()}})
     else:
         show_lines(_report_lines(origin, what, reports, _verdict_line(origin, reports, same, verified)))
     tokens: TokensReport | None = reports.get(TOKENS)
@@ -83,14 +83,16 @@ def _say_remark(report: "TokensReport") -> None:
         say("This ran in float32, but a LoRA policy with dtype: auto samples in half precision on a GPU. Verify it there.")
 
 
-def _report_document(found: Any) -> Any:
-    return [_report_document(report) for report in found] if isinstance(found, list) else {"same": found.same, **asdict(found)}
+def _report_document(result: Any) -> Any:
+    return (
+        [_report_document(report) for report in result] if isinstance(result, list) else {"same": result.same, **asdict(result)}
+    )
 
 
 # the repetition
 
 
-def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
+def _check_tools(origin: "Origin", experiment: "Experiment") -> "ToolsReport":
     from agentrl.workers.jobs.tool_call import run_tool
     from agentrl.workflow.agent import observe
     from agentrl.workflow.analysis.verify_episode import check_tools
@@ -99,7 +101,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
     from agentrl.workflow.tools.python import Notebook, keeps_session
     from agentrl.workflow.trajectory import storable
 
-    name, env, tools = str(made.config.env), made.env, made.tools
+    name, env, tools = str(experiment.config.env), experiment.env, experiment.tools
     notebook = Notebook()
 
     def run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -113,12 +115,12 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
 
     def reads(before: Episode) -> list[Message]:
         if origin.opening and not before.begun:
-            found = origin.opening
+            messages = origin.opening
         elif not before.steps:
-            found = env.reset(before.task)
+            messages = env.reset(before.task)
         else:
-            found = observe(before, env, made.config.rollout)
-        return [message_value(message_row(message)) for message in found]  # as the record holds them
+            messages = observe(before, env, experiment.config.rollout)
+        return [message_value(message_row(message)) for message in messages]  # as the record holds them
 
     effects = {tool: declared.effects for tool, declared in tools.items()}
     episode, calls = origin.record.episode, origin.record.calls
@@ -129,7 +131,7 @@ def _check_tools(origin: "Origin", made: "Experiment") -> "ToolsReport":
         return check_tools(episode, calls, run, effects, reads)
 
 
-def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
+def _check_tokens(origin: "Origin", experiment: "Experiment") -> "TokensReport":
     from agentrl.workflow.analysis.verify_episode import missing_weights
     from agentrl.workflow.analysis.verify_tokens import check_tokens
     from agentrl.workflow.config import CLIENTS
@@ -139,30 +141,30 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     from agentrl.workflow.store import agent_steps
 
     where = settings()
-    policy = open_run_base(made.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
-    schemas = [tool.schema for tool in made.tools.values()]
+    policy = open_run_base(experiment.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
+    schemas = [tool.schema for tool in experiment.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
     marks = agent_steps.load_marks(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, ())
     requests = {mark.step: (mark.tools, mark.template_options) for mark in marks}
-    rollout, told = made.config.rollout, {mark.step: mark.asked for mark in marks}
-    is_clients = made.config.agent is not None and made.config.agent.name == CLIENTS
+    rollout, options_by_step = experiment.config.rollout, {mark.step: mark.asked for mark in marks}
+    is_clients = experiment.config.agent is not None and experiment.config.agent.name == CLIENTS
 
     def sampling(number: int) -> "tuple[RolloutConfig, SamplingKey]":
-        asked = told.get(number, {})
-        limits = with_stop(limits_asked(rollout, asked) if is_clients else rollout, asked.get("stop", ()))
-        return limits, key_asked(origin.key, asked) if is_clients else origin.key
+        options = options_by_step.get(number, {})
+        limits = with_stop(limits_asked(rollout, options) if is_clients else rollout, options.get("stop", ()))
+        return limits, key_asked(origin.key, options) if is_clients else origin.key
 
     episode = origin.record.episode
     inputs = (origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling, origin.clock)
     return check_tokens(episode, *inputs)
 
 
-def _check_rewards(origin: "Origin", made: "Experiment") -> "list[RewardsReport]":
+def _check_rewards(origin: "Origin", experiment: "Experiment") -> "list[RewardsReport]":
     from agentrl.workflow.analysis.verify_episode import check_rewards
     from agentrl.workflow.envs import Env
 
-    sets = {"default": made.env}
-    episode = replace(origin.record.episode, limits=made.config.rollout)
+    sets = {"default": experiment.env}
+    episode = replace(origin.record.episode, limits=experiment.config.rollout)
     return [
         check_rewards(episode, name, sets.get(name, Env()), scored.weights, scored.parts, scored.code_hash)
         for name, scored in origin.reward_sets.items()
@@ -181,14 +183,14 @@ _CHECKS: Mapping[str, Callable[["Origin", "Experiment"], Any]] = {
 
 
 def _report_lines(origin: "Origin", what: str, reports: Mapping[str, Any], verdict: Line) -> Iterator[Line]:
-    row, made = origin.record.row, origin.record.episode
+    row, episode = origin.record.row, origin.record.episode
     yield (
         f"episode {row['id']}  of {row['run']}, iteration {row['iteration']}, task {row['task']}, sample {row['sample']}",
         "bold",
     )
-    if made.inherited:
-        parent = f"the parent {made.parent_id}: agentrl replay {made.parent_id} --verify {what}"
-        yield f"{made.inherited} steps are taken from {parent}", ""
+    if episode.inherited:
+        parent = f"the parent {episode.parent_id}: agentrl replay {episode.parent_id} --verify {what}"
+        yield f"{episode.inherited} steps are taken from {parent}", ""
     if TOOLS in reports:
         yield from _tool_lines(reports[TOOLS])
     if TOKENS in reports:
@@ -211,8 +213,8 @@ def _verdict_line(origin: "Origin", reports: Mapping[str, Any], same: bool, veri
 
 def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
     taken = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
-    said = f", from the record: {taken}" if taken else ""
-    yield f"tools    {report.ran} calls run again, {report.differing} differ{said}", line_style(report.same)
+    note = f", from the record: {taken}" if taken else ""
+    yield f"tools    {report.ran} calls run again, {report.differing} differ{note}", line_style(report.same)
     if (first := report.first) is not None:
         yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"
         yield f"    recorded: {_result_text(first.recorded)}", ""
@@ -251,19 +253,19 @@ def _token_lines(report: "TokensReport") -> Iterator[Line]:
         yield f"    now:      {off.found:.7g}", ""
     yield from _draw_lines(report)
     if (end := report.ending) is not None:
-        found = "no token ends it" if end.found is None else f"token {end.found - 1} ends it"
-        yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {found}", "red"
+        outcome = "no token ends it" if end.found is None else f"token {end.found - 1} ends it"
+        yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {outcome}", "red"
 
 
 def _score_lines(report: "TokensReport") -> Iterator[Line]:
     tokens = sum(step.tokens for step in report.steps)
     greatest = max((step.max_difference for step in report.steps), default=0.0)
-    said = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
-    yield f"logprobs {tokens} recomputed in {report.precision}, {said}", line_style(report.logprob is None)
+    text = f"|difference| at most {greatest:.2g} (tolerance {report.logprob_tolerance:g})"
+    yield f"logprobs {tokens} recomputed in {report.precision}, {text}", line_style(report.logprob is None)
     if (noise := report.noise) is not None:
-        said = f"rms {noise.rms:.2g} (at most {noise.max_rms:.2g}), mean {noise.mean:+.2g} (at most {noise.max_mean:.2g})"
+        text = f"rms {noise.rms:.2g} (at most {noise.max_rms:.2g}), mean {noise.mean:+.2g} (at most {noise.max_mean:.2g})"
         yield (
-            f"noise    {noise.noise:.2g} nats of noise measured on the logits; differences in units of it: {said}",
+            f"noise    {noise.noise:.2g} nats of noise measured on the logits; differences in units of it: {text}",
             line_style(noise.same),
         )
     for step in report.steps:
@@ -273,8 +275,8 @@ def _score_lines(report: "TokensReport") -> Iterator[Line]:
 
 def _draw_lines(report: "TokensReport") -> Iterator[Line]:
     same, ties, mismatches = (sum(getattr(step, name) for step in report.steps) for name in ("same", "ties", "mismatches"))
-    said = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
-    yield f"draws    {same + ties + mismatches} drawn again: {said}", line_style(report.draw is None)
+    counts = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
+    yield f"draws    {same + ties + mismatches} drawn again: {counts}", line_style(report.draw is None)
     if (missed := report.draw) is not None:
         yield f"  first: step {missed.step}, token {missed.token}", "red"
         yield f"    recorded: {missed.recorded_id} {quote(missed.recorded)}", ""
@@ -290,17 +292,17 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
             continue
         hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
         code = "" if report.same_code else "; the code of the rewards has changed"
-        said = f"{report.parts} parts recomputed, {len(report.differences) or 'none'} differ{hooks}{code}"
-        yield f"rewards  {report.reward_set}: {said}", line_style(report.same)
+        text = f"{report.parts} parts recomputed, {len(report.differences) or 'none'} differ{hooks}{code}"
+        yield f"rewards  {report.reward_set}: {text}", line_style(report.same)
         for item in report.differences:
             at = "" if item.step is None else f" of step {item.step}"
             yield f"  {item.part}{at}: recorded {full_number(item.recorded)}, now {full_number(item.found)}", "red"
 
 
-def parting_lines(found: "TokenDifference", left: str, right: str) -> Iterator[Line]:
+def parting_lines(difference: "TokenDifference", left: str, right: str) -> Iterator[Line]:
     """Yield lines on where two token sequences part, one for each side after its name."""
-    yield f"  first: step {found.step}, {found.part} token {found.index}", "red"
-    for name, token, text in zip((left, right), found.ids, found.texts, strict=True):
+    yield f"  first: step {difference.step}, {difference.part} token {difference.index}", "red"
+    for name, token, text in zip((left, right), difference.ids, difference.texts, strict=True):
         yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
 
 

@@ -59,104 +59,110 @@ def whatif(
     from agentrl.workers.requests.whatif_request import prepare_whatif
 
     names = [name.strip() for name in algorithm.split(",")]
-    asked = prepare_whatif(stored_database(), run, iteration, names, convention, assignments or [])
-    found = _run_whatif(asked)
+    request = prepare_whatif(stored_database(), run, iteration, names, convention, assignments or [])
+    findings = _run_whatif(request)
     if as_json:
-        show_json(_whatif_document(asked, found))
+        show_json(_whatif_document(request, findings))
     else:
-        show_lines(_table_lines(asked, found))
-    if not _is_as_recorded(asked, found[0]):
+        show_lines(_table_lines(request, findings))
+    if not _is_as_recorded(request, findings[0]):
         say("The recomputed advantages differ from the recorded ones: rewards, code or numerics have changed.")
 
 
-def _run_whatif(asked: "WhatIfRequest") -> "list[Finding]":
+def _run_whatif(request: "WhatIfRequest") -> "list[Finding]":
     from agentrl.workflow.analysis.counterfactual import whatif as look
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
     from agentrl.workflow.stats.group_variance import choose_groups
 
-    past, where = asked.past, settings()
+    past, where = request.past, settings()
     groups = choose_groups(past.groups, past.wanted)[0] if past.wanted else past.groups
-    model, run = asked.configs[0].model, past.run
+    model, run = request.configs[0].model, past.run
     policy = open_run_base(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
-    return list(look(policy, asked.configs, past.policy, past.is_borrowed, groups, past.number, run["iterations"]))
+    return list(look(policy, request.configs, past.policy, past.is_borrowed, groups, past.number, run["iterations"]))
 
 
-def _is_as_recorded(asked: "WhatIfRequest", own: "Finding") -> bool:
+def _is_as_recorded(request: "WhatIfRequest", own: "Finding") -> bool:
     from agentrl.workflow.algorithms import credits_alike
 
-    return not asked.past.advantages or credits_alike(own.options, own.advantages, asked.past.advantages)
+    return not request.past.advantages or credits_alike(own.options, own.advantages, request.past.advantages)
 
 
 # as a document
 
 
-def _whatif_document(asked: "WhatIfRequest", found: "Sequence[Finding]") -> dict[str, Any]:
-    past = asked.past
+def _whatif_document(request: "WhatIfRequest", findings: "Sequence[Finding]") -> dict[str, Any]:
+    past = request.past
     return {
         "run": past.run["name"],
         "iteration": past.iteration,
         "policy_version": past.policy.version,
-        "algorithms": [_algorithm_document(each) for each in found],
+        "algorithms": [_algorithm_document(finding) for finding in findings],
         "groups": [
             {
                 "slot": group.slot,
                 "task": group.task.key,
-                "episodes": [_episode_document(episode, found) for episode in group.episodes],
+                "episodes": [_episode_document(episode, findings) for episode in group.episodes],
             }
             for group in past.groups
         ],
     }
 
 
-def _algorithm_document(found: "Finding") -> dict[str, Any]:
-    told = ("own", "skipped", "spread", "zero", "correlation", "start", "cosine", "after", "blank")
-    options = found.options.model_dump(mode="json", exclude_none=True)
-    return {"algorithm": _algorithm_name(found, plain=True), "options": options} | {name: getattr(found, name) for name in told}
+def _algorithm_document(finding: "Finding") -> dict[str, Any]:
+    fields = ("own", "skipped", "spread", "zero", "correlation", "start", "cosine", "after", "blank")
+    options = finding.options.model_dump(mode="json", exclude_none=True)
+    return {"algorithm": _algorithm_name(finding, plain=True), "options": options} | {
+        name: getattr(finding, name) for name in fields
+    }
 
 
-def _episode_document(episode: Any, found: "Sequence[Finding]") -> dict[str, Any]:
+def _episode_document(episode: Any, findings: "Sequence[Finding]") -> dict[str, Any]:
     """An episode with its advantages in the order of the algorithms; null if one does not credit it."""
-    return {"id": episode.id, "reward": episode.reward, "advantages": [each.advantages.get(episode.id) for each in found]}
+    return {
+        "id": episode.id,
+        "reward": episode.reward,
+        "advantages": [finding.advantages.get(episode.id) for finding in findings],
+    }
 
 
 # as a table
 
 
-def _table_lines(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Iterator[Line]:
+def _table_lines(request: "WhatIfRequest", findings: "Sequence[Finding]") -> Iterator[Line]:
     spans = (("advantages", 19), ("at the start", 25), ("after one step", 23))
     yield (" " * NAME_CHARS + "".join(f" {title:-^{width - 1}}" for title, width in spans), "bold")
     yield ("algorithm".ljust(NAME_CHARS) + "".join(title.rjust(width) for title, width in COLUMNS), "bold")
-    for each in found:
+    for finding in findings:
         name, numbers = (
-            _algorithm_name(each),
-            "".join(text.rjust(width) for text, (_, width) in zip(_table_cells(each), COLUMNS, strict=True)),
+            _algorithm_name(finding),
+            "".join(text.rjust(width) for text, (_, width) in zip(_table_cells(finding), COLUMNS, strict=True)),
         )
         if len(name) >= NAME_CHARS:
             yield name, ""
         yield ("" if len(name) >= NAME_CHARS else name).ljust(NAME_CHARS) + numbers, ""
     yield "", ""
-    for sentence in _whatif_sentences(asked, found):
+    for sentence in _whatif_sentences(request, findings):
         for line in wrap(sentence, WIDTH):
             yield line, ""
     for line in wrap(MEANINGS, WIDTH):
         yield line, "dim"
 
 
-def _algorithm_name(found: "Finding", plain: bool = False) -> str:
-    trl = " trl" if found.options.convention == "trl" else ""
-    return found.options.name + ("" if plain else trl + (" *" if found.own else ""))
+def _algorithm_name(finding: "Finding", plain: bool = False) -> str:
+    trl = " trl" if finding.options.convention == "trl" else ""
+    return finding.options.name + ("" if plain else trl + (" *" if finding.own else ""))
 
 
-def _table_cells(found: "Finding") -> list[str]:
-    start, after = found.start, found.after
+def _table_cells(finding: "Finding") -> list[str]:
+    start, after = finding.start, finding.after
     return [
-        _format_number(found.spread, ".3g"),
-        _format_number(found.zero, ".0%"),
-        _format_number(found.correlation, ".3f"),
+        _format_number(finding.spread, ".3g"),
+        _format_number(finding.zero, ".0%"),
+        _format_number(finding.correlation, ".3f"),
         _format_number(start.get("loss"), ".2g"),
         _format_number(start.get("grad_norm"), ".3g"),
-        _format_number(found.cosine, ".3f"),
+        _format_number(finding.cosine, ".3f"),
         _format_number(after.get("ratio"), ".4f"),
         _format_number(after.get("clip_fraction"), ".1%"),
         _format_number(after.get("policy_kl"), ".2g"),
@@ -167,40 +173,42 @@ def _format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _whatif_sentences(asked: "WhatIfRequest", found: "Sequence[Finding]") -> Iterator[str]:
-    past, own = asked.past, asked.configs[0]
-    credited = {episode for each in found for episode in each.advantages}
+def _whatif_sentences(request: "WhatIfRequest", findings: "Sequence[Finding]") -> Iterator[str]:
+    past, own = request.past, request.configs[0]
+    credited = {episode for finding in findings for episode in finding.advantages}
     groups = sum(any(episode.id in credited for episode in group.episodes) for group in past.groups)
     yield (
         f"* the run's own. {len(credited)} episodes in {groups} groups of iteration {past.iteration} of {past.run['name']}, "
         f"and policy version {past.policy.version}, from which its update started."
     )
     ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"
-    optimizer = _describe_optimizer(past, found)
+    optimizer = _describe_optimizer(past, findings)
     yield f"Ratio ({ratio}), clip and kl: after one step of AdamW ({optimizer}) on all episodes, which was undone."
     if past.run["config"]["update"].get("trainer", "agentrl") != "agentrl":
         yield f"The run's updates are {past.run['config']['update']['trainer']}'s; here our trainer computes all of them."
-    for key, takers in asked.options.items():
+    for key, takers in request.options.items():
         yield f"{key} is taken by {', '.join(takers)}."
-    for each in found:
-        if "critic" in each.blank:
-            yield f"{_algorithm_name(each, plain=True)}'s critic is untrained: its values are 0."
-    critical = list(dict.fromkeys(_algorithm_name(each, plain=True) for each in found if "value_loss" in each.start))
+    for finding in findings:
+        if "critic" in finding.blank:
+            yield f"{_algorithm_name(finding, plain=True)}'s critic is untrained: its values are 0."
+    critical = list(
+        dict.fromkeys(_algorithm_name(finding, plain=True) for finding in findings if "value_loss" in finding.start)
+    )
     if critical:
         yield f"Loss and grad of {', '.join(critical)} include the critic's; the cosine is of the policy's gradient alone."
-    warmup = asked.configs[0].critic.warmup
+    warmup = request.configs[0].critic.warmup
     if past.number < warmup:
         yield (
             f"Iteration {past.iteration} is one of the first {warmup} (critic.warmup), in which the run's own policy does not "
             "move: in the critic's warm-up the policy's gradient is 0, and has no cosine with another."
         )
-    for each in found:
-        if each.skipped:
-            yield f"{_algorithm_name(each, plain=True)} makes no update: {each.skipped}."
+    for finding in findings:
+        if finding.skipped:
+            yield f"{_algorithm_name(finding, plain=True)} makes no update: {finding.skipped}."
 
 
-def _describe_optimizer(past: "UpdateInputs", found: "Sequence[Finding]") -> str:
+def _describe_optimizer(past: "UpdateInputs", findings: "Sequence[Finding]") -> str:
     """Words on the optimizer's state: a run's later updates started with one, which `agentrl gc` removes first."""
-    if all("optimizer" not in each.blank for each in found):
+    if all("optimizer" not in finding.blank for finding in findings):
         return "as the run had it"
     return "whose state was removed since" if past.policy.path and not past.is_borrowed else "that remembers nothing yet"

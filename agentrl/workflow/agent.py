@@ -61,14 +61,14 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
         return Finish("parse_error")
     if step.pending:
         return CallTools(step)
-    told = observe(episode, env, limits)
-    if len(told) == 0:  # not `not told`: a `step` that forgot to return has not said that the episode is over
+    messages = observe(episode, env, limits)
+    if len(messages) == 0:  # not `not told`: a `step` that forgot to return has not said that the episode is over
         return Finish("answered")
     if sum(step.seconds + sum(r.seconds for r in step.results or ()) for step in episode.steps) > limits.timeout_seconds:
         return Finish("timeout")
     if len(episode.steps) >= limits.max_steps:
         return Finish("max_steps")
-    return _generate(told)
+    return _generate(messages)
 
 
 def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
@@ -77,12 +77,12 @@ def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message,
     It is asked for its answer if results are the last that it reads before its last turn, or if all of them are results that it
     has read before, of the same calls.
     """
-    told = env.step(episode)
-    if limits.last_turn == "plain" or not told or not isinstance(told[-1], Message) or told[-1].role != "tool":
-        return told
+    messages = env.step(episode)
+    if limits.last_turn == "plain" or not messages or not isinstance(messages[-1], Message) or messages[-1].role != "tool":
+        return messages
     *before, last = map(_answered_calls, episode.steps)
     is_asked = len(episode.steps) + 1 == limits.max_steps or last <= set[Any]().union(*before)
-    return (*told, QUESTION) if is_asked else told
+    return (*messages, QUESTION) if is_asked else messages
 
 
 def _answered_calls(step: Step) -> set[tuple[str, str, str]]:

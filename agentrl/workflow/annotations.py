@@ -68,7 +68,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
     """
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
         raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
-    made = Annotation(
+    annotation = Annotation(
         value.get("id", ""),
         value.get("kind", ""),
         value.get("name", ""),
@@ -77,44 +77,44 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
         value.get("seconds"),
         source,
     )
-    check(made)
-    return made
+    check(annotation)
+    return annotation
 
 
-def check(made: Annotation) -> None:
+def check(annotation: Annotation) -> None:
     """Validate an annotation.
 
     Raises:
         ValueError: it cannot be kept; the message says why.
     """
-    if not isinstance(made.id, str) or not _ID.fullmatch(made.id):
+    if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
-    if made.kind not in KINDS:
+    if annotation.kind not in KINDS:
         raise ValueError(f"an annotation's kind is one of {', '.join(KINDS)}")
-    if not isinstance(made.name, str) or len(made.name) > MAX_NAME:
+    if not isinstance(annotation.name, str) or len(annotation.name) > MAX_NAME:
         raise ValueError(f"an annotation's name is a text of at most {MAX_NAME} characters")
-    if made.step is not None and not (type(made.step) is int and 0 <= made.step <= MAX_STEP):
+    if annotation.step is not None and not (type(annotation.step) is int and 0 <= annotation.step <= MAX_STEP):
         raise ValueError("an annotation's step is the index of a step, from 0")
-    if made.seconds is not None and not (_is_number(made.seconds) and made.seconds >= 0):
+    if annotation.seconds is not None and not (_is_number(annotation.seconds) and annotation.seconds >= 0):
         raise ValueError("an annotation's seconds are a number from 0")
-    if made.kind == "reward":
-        _check_reward(made)
-    _check_data(made)
+    if annotation.kind == "reward":
+        _check_reward(annotation)
+    _check_data(annotation)
 
 
-def _check_reward(made: Annotation) -> None:
-    value = made.data.get("value") if isinstance(made.data, Mapping) else None
-    if not made.name or not made.name.isprintable() or len(made.name) > 64:
+def _check_reward(annotation: Annotation) -> None:
+    value = annotation.data.get("value") if isinstance(annotation.data, Mapping) else None
+    if not annotation.name or not annotation.name.isprintable() or len(annotation.name) > 64:
         raise ValueError("a reward has a name of 1 to 64 printable characters")
     if not _is_number(value) or abs(value) > MAX_REWARD:
         raise ValueError("a reward is a finite number")
 
 
-def _check_data(made: Annotation) -> None:
-    if not isinstance(made.data, Mapping) or is_deep(made.data, MAX_DEPTH):
+def _check_data(annotation: Annotation) -> None:
+    if not isinstance(annotation.data, Mapping) or is_deep(annotation.data, MAX_DEPTH):
         raise ValueError(f"an annotation's data are an object, at most {MAX_DEPTH} levels deep")
     try:
-        size = len(json.dumps(made.data, allow_nan=False).encode("utf-8", "replace"))
+        size = len(json.dumps(annotation.data, allow_nan=False).encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"an annotation's data are JSON: {str(error)[:200]}") from None
     if size > MAX_DATA:
@@ -126,7 +126,7 @@ def is_deep(value: Any, left: int) -> bool:
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
-    return left == 0 or any(is_deep(each, left - 1) for each in inner)
+    return left == 0 or any(is_deep(item, left - 1) for item in inner)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -141,17 +141,17 @@ def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float
     """
     whole: dict[str, float | tuple[float, ...]] = {}
     by_step: dict[str, dict[int, float]] = {}
-    for each in annotations:
-        if each.kind != "reward" or each.source == "hook":
+    for annotation in annotations:
+        if annotation.kind != "reward" or annotation.source == "hook":
             continue
-        step = each.data.get("step")
+        step = annotation.data.get("step")
         if step is None:
-            whole[each.name] = float(each.data["value"])
+            whole[annotation.name] = float(annotation.data["value"])
         elif step < steps:
-            by_step.setdefault(each.name, {})[step] = float(each.data["value"])
-    for name, said in by_step.items():
+            by_step.setdefault(annotation.name, {})[step] = float(annotation.data["value"])
+    for name, step_rewards in by_step.items():
         last = whole.get(name, 0.0)
         assert isinstance(last, float)
-        values = [said.get(step, 0.0) for step in range(steps)]
+        values = [step_rewards.get(step, 0.0) for step in range(steps)]
         whole[name] = (*values[:-1], values[-1] + last)
     return whole

@@ -44,10 +44,10 @@ class _Keys:
         self.twice: str | None = None
 
     def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs) and self.twice is None:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs) and self.twice is None:
             self.twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        return made
+        return mapping
 
     @property
     def why(self) -> str:

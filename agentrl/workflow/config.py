@@ -487,8 +487,8 @@ class EvalConfig(Section):
 
 
 def _as_names(value: Any) -> Any:
-    words = value.split(",") if isinstance(value, str) else value
-    return _as_tuple([word.strip() for word in words] if isinstance(words, list) else words)
+    names = value.split(",") if isinstance(value, str) else value
+    return _as_tuple([name.strip() for name in names] if isinstance(names, list) else names)
 
 
 class ReportConfig(Section):
@@ -558,10 +558,10 @@ class AgentConfig(Section):
             raise ValueError("an agent's name cannot contain NUL")
         if name.startswith(PROGRAM):
             try:
-                words = shlex.split(name.removeprefix(PROGRAM))
+                args = shlex.split(name.removeprefix(PROGRAM))
             except ValueError as error:
                 raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
-            if not words or not words[0]:
+            if not args or not args[0]:
                 raise ValueError("missing program after cmd: write cmd:PROGRAM ARGUMENTS")
         elif name != CLIENTS and not _FUNCTION.fullmatch(name):
             raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
@@ -637,8 +637,8 @@ class RunConfig(Section):
     @classmethod
     def _iterations_say_how_long(cls, tree: Any) -> Any:
         """No number of epochs is meant where iterations are named."""
-        named = isinstance(tree, Mapping) and tree.get("iterations") is not None and "epochs" not in tree
-        return {**tree, "epochs": None} if named else tree
+        has_iterations = isinstance(tree, Mapping) and tree.get("iterations") is not None and "epochs" not in tree
+        return {**tree, "epochs": None} if has_iterations else tree
 
     @model_validator(mode="before")
     @classmethod
@@ -653,13 +653,13 @@ class RunConfig(Section):
 
     @field_validator("agent", mode="before")
     @classmethod
-    def _agent_by_its_name(cls, asked: Any) -> Any:
+    def _agent_by_its_name(cls, section: Any) -> Any:
         """A text is the agent's name; a section in which nothing is set, as `flat` gives it, is no agent."""
-        if isinstance(asked, str):
-            return {"name": asked}
-        if not isinstance(asked, Mapping) or asked.get("name") is not None:
-            return asked
-        for key, value in asked.items():
+        if isinstance(section, str):
+            return {"name": section}
+        if not isinstance(section, Mapping) or section.get("name") is not None:
+            return section
+        for key, value in section.items():
             if key not in NO_AGENT:
                 raise ValueError(f"unknown option agent.{key}")
             if value != NO_AGENT[key]:
@@ -674,9 +674,9 @@ class RunConfig(Section):
         if self.tools or self.served_tools:
             raise ValueError("tools have no effect with an agent, which has its own tools")
         defaults = RolloutConfig.model_fields
-        for name, said in LOOP_LIMITS.items():
+        for name, reason in LOOP_LIMITS.items():
             if getattr(self.rollout, name) != defaults[name].default:
-                raise ValueError(f"rollout.{name} has no effect with an agent: {said}")
+                raise ValueError(f"rollout.{name} has no effect with an agent: {reason}")
         return self
 
     @model_validator(mode="after")
@@ -705,11 +705,11 @@ class RunConfig(Section):
         Args:
             same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
         """
-        asked = self.algorithm.importance
-        if asked == "auto":
+        method = self.algorithm.importance
+        if method == "auto":
             differs = bool(self.rollout.max_staleness) or not same_numbers
             return "truncate" if differs and not self.source.given and self.update.trainer == "agentrl" else None
-        return None if asked == "none" else asked
+        return None if method == "none" else method
 
     @property
     def lean(self) -> bool:
@@ -791,8 +791,8 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {said} (found {item['input']!r:.80})" if item["loc"] else said
+            f"{'.'.join(map(str, item['loc']))}: {message} (found {item['input']!r:.80})" if item["loc"] else message
             for item in error.errors()
-            for said in [item["msg"].removeprefix("Value error, ")]
+            for message in [item["msg"].removeprefix("Value error, ")]
         )
         raise ConfigError(f"Invalid config: {problems}.", "See `agentrl config show`.") from error

@@ -111,8 +111,8 @@ class Operation:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Note its end."""
-        said = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:1000]}
-        _emit("operation", self._name, {**self._notes, **said}, seconds=time.monotonic() - self._began)
+        failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:1000]}
+        _emit("operation", self._name, {**self._notes, **failure}, seconds=time.monotonic() - self._began)
 
     def __call__(self, function: F) -> F:
         """Return the function, each call of which is such an operation."""
@@ -162,8 +162,18 @@ def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None
         source: who says it.
     """
 
-    def add(made: Annotation) -> None:
-        into.append(Annotation(f"{prefix}:{len(into)}", made.kind, made.name, made.data, made.step, made.seconds, source))
+    def add(annotation: Annotation) -> None:
+        into.append(
+            Annotation(
+                f"{prefix}:{len(into)}",
+                annotation.kind,
+                annotation.name,
+                annotation.data,
+                annotation.step,
+                annotation.seconds,
+                source,
+            )
+        )
 
     token = _sink.set(add)
     try:
@@ -186,13 +196,13 @@ def _emit(kind: str, name: str, data: Mapping[str, Any], step: int | None = None
     sink = _sink.get() or _endpoint_sink()
     if sink is None:
         return
-    made = Annotation(secrets.token_hex(16), kind, name, data, step, seconds)
+    annotation = Annotation(secrets.token_hex(16), kind, name, data, step, seconds)
     try:
-        check(made)
+        check(annotation)
     except ValueError as error:
-        said = str(error)
-        raise ConfigError(f"{said[:1].upper()}{said[1:]}.", f"Pass at most {MAX_DATA} bytes of plain JSON.") from None
-    sink(made)
+        problem = str(error)
+        raise ConfigError(f"{problem[:1].upper()}{problem[1:]}.", f"Pass at most {MAX_DATA} bytes of plain JSON.") from None
+    sink(annotation)
 
 
 def _endpoint_sink() -> Sink | None:
@@ -200,16 +210,23 @@ def _endpoint_sink() -> Sink | None:
     return functools.partial(_send, url, key) if url and key else None
 
 
-def _send(url: str, key: str, made: Annotation) -> None:
-    row = {"id": made.id, "kind": made.kind, "name": made.name, "data": made.data, "step": made.step, "seconds": made.seconds}
+def _send(url: str, key: str, annotation: Annotation) -> None:
+    row = {
+        "id": annotation.id,
+        "kind": annotation.kind,
+        "name": annotation.name,
+        "data": annotation.data,
+        "step": annotation.step,
+        "seconds": annotation.seconds,
+    }
     body = json.dumps({"annotations": [row]}).encode()
     deadline, pause = time.monotonic() + PATIENCE_SECONDS, 0.1
     while True:
-        status, said = _post(url, key, body)
+        status, reply = _post(url, key, body)
         if status == 200:
             return
         if status not in (0, 429, 503) or time.monotonic() > deadline:
-            raise ServiceError(f"An annotation could not be written: {said[:300] or status}.")
+            raise ServiceError(f"An annotation could not be written: {reply[:300] or status}.")
         time.sleep(pause)
         pause = min(2.0, 2 * pause)
 

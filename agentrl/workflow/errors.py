@@ -186,9 +186,9 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C, answered between two steps of a training; its text says where that stands."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the sentence that helps after an unknown name: the closest match, or the list of known ones."""
-    names = sorted(known)
+    names = sorted(choices)
     close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"

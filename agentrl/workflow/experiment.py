@@ -44,20 +44,22 @@ class Experiment:
     @cached_property
     def env(self) -> Env:
         """The env that the agent acts in; an empty one if none is named."""
-        found: Env = find("envs", self.config.env) if self.config.env is not None else Env()
-        return found
+        env: Env = find("envs", self.config.env) if self.config.env is not None else Env()
+        return env
 
     def reading(self, resources: Mapping[str, str]) -> "Experiment":
         """Return the same with these texts: the env's system prompt, and what tools say of themselves."""
         if self.config.agent is not None or not resources:
             return self
-        made = replace(self)
-        told = {name.removeprefix(TOOL): text for name, text in resources.items() if name.startswith(TOOL)}
-        tools = {name: tool.described(told[name]) if name in told else tool for name, tool in self.tools.items()}
+        experiment = replace(self)
+        descriptions = {name.removeprefix(TOOL): text for name, text in resources.items() if name.startswith(TOOL)}
+        tools = {
+            name: tool.described(descriptions[name]) if name in descriptions else tool for name, tool in self.tools.items()
+        }
         env = copy(self.env)  # a user's own class may not be made of its fields alone
         object.__setattr__(env, "system_prompt", resources.get(SYSTEM_PROMPT, env.system_prompt))
-        vars(made).update(env=env, tools=tools)
-        return made
+        vars(experiment).update(env=env, tools=tools)
+        return experiment
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
@@ -67,8 +69,8 @@ class Experiment:
     @cached_property
     def agent(self) -> Callable[..., Any] | None:
         """The function that is the run's agent; None if that is a program or the built-in loop."""
-        asked = self.config.agent
-        return None if asked is None or asked.command else find("agents", asked.name)
+        agent = self.config.agent
+        return None if agent is None or agent.command else find("agents", agent.name)
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
@@ -82,8 +84,8 @@ class Experiment:
     @cached_property
     def uncounted_rewards(self) -> tuple[str, ...]:
         """The env's rewards that have weight 0 because the config names others."""
-        named = self.config.rewards
-        return tuple(name for name, weight in self.env.rewards.items() if weight and named and name not in named)
+        rewards = self.config.rewards
+        return tuple(name for name, weight in self.env.rewards.items() if weight and rewards and name not in rewards)
 
     @cached_property
     def judges(self) -> Mapping[str, Judge]:
@@ -93,8 +95,8 @@ class Experiment:
     @cached_property
     def engine(self) -> Backend:
         """The sampling engine."""
-        found: Backend = find("engines", self.config.rollout.engine)
-        return found
+        engine: Backend = find("engines", self.config.rollout.engine)
+        return engine
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -104,8 +106,8 @@ class Experiment:
     @cached_property
     def trainer(self) -> TrainerBackend:
         """The trainer that updates the policy."""
-        found: TrainerBackend = find("trainers", self.config.update.trainer)
-        return found
+        trainer: TrainerBackend = find("trainers", self.config.update.trainer)
+        return trainer
 
     def scoring_hash(self, anew: bool = False) -> str:
         """Return hash of all code that scores; see `envs.scoring_hash`."""

@@ -86,11 +86,11 @@ def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
     call: Callable[..., Any] = hook.on_rollout_end
     if len(inspect.signature(call).parameters) < 2:
         return call(episode) or {}
-    asked = episode.task.messages[-1].content if episode.task.messages else ""
-    rollout = Rollout(asked, episode.final_answer, dict(episode.task.metadata), episode.steps, episode)
+    question = episode.task.messages[-1].content if episode.task.messages else ""
+    rollout = Rollout(question, episode.final_answer, dict(episode.task.metadata), episode.steps, episode)
     rollout.metadata.pop("reward", None)  # a task's own is none
-    said = call(rollout, episode.task)
-    reward = (said if isinstance(said, Rollout) else rollout).reward
+    result = call(rollout, episode.task)
+    reward = (result if isinstance(result, Rollout) else rollout).reward
     return {} if reward is None else {"reward": reward}
 
 
@@ -104,14 +104,14 @@ def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
 
 
 def _make_hook(path: str) -> Hook:
-    found = find("hooks", path)
-    if not (isinstance(found, Hook) or (isinstance(found, type) and issubclass(found, Hook))):
+    hook = find("hooks", path)
+    if not (isinstance(hook, Hook) or (isinstance(hook, type) and issubclass(hook, Hook))):
         raise ConfigError(
             f"{path!r} (hooks) is not a class derived from Hook.", "Derive it from Hook: class Mine(agentrl.Hook)."
         )
-    if isinstance(found, Hook):
-        return found if is_lent(path) else deepcopy(found)
+    if isinstance(hook, Hook):
+        return hook if is_lent(path) else deepcopy(hook)
     try:
-        return found()
+        return hook()
     except Exception as error:
         raise ConfigError(f"Cannot create the hook {path!r}: {type(error).__name__}: {error}.", "Correct the class.") from error

@@ -79,13 +79,13 @@ def find(kind: str, name: str) -> Any:
         ConfigError: no such plug-in, its file cannot be imported, or what it defines is of another kind.
     """
     if ":" in name:
-        found = _user_object(kind, name)
+        plugin = _user_object(kind, name)
     elif kind in KINDS:
-        found = _own_object(kind, name)
+        plugin = _own_object(kind, name)
     else:
         raise ConfigError(f"{name!r} ({kind}) is not a path to an object.", "Pass package.module:Class.")
-    _check(kind, name, found)
-    return found
+    _check(kind, name, plugin)
+    return plugin
 
 
 def code_of(kind: str, name: str) -> str:
@@ -136,7 +136,7 @@ def _statements(source: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not _is_docstring(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+            node.body = [statement for statement in body if not _is_docstring(statement)] or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.unparse(tree)
 
 
@@ -149,8 +149,8 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 def _own_object(kind: str, name: str) -> Any:
     # What is loaded already is asked for with each episode; to list the folder takes ten times as long.
-    if f"{PACKAGE}.{kind}.{name}" not in sys.modules and name not in (known := names(kind)):
-        raise ConfigError(f"No {kind.removesuffix('s').replace('_', ' ')} is called {name!r}.", did_you_mean(name, known))
+    if f"{PACKAGE}.{kind}.{name}" not in sys.modules and name not in (known_names := names(kind)):
+        raise ConfigError(f"No {kind.removesuffix('s').replace('_', ' ')} is called {name!r}.", did_you_mean(name, known_names))
     module = _import_module(kind, name, f"{PACKAGE}.{kind}.{name}")
     if name not in vars(module):
         raise ConfigError(f"{name!r} ({kind}): {module.__file__} defines no {name!r}.", "Name the object after its file.")
@@ -162,8 +162,8 @@ def _user_object(kind: str, path: str) -> Any:
         return _lent[path]
     module_name, _, attribute = path.partition(":")
     if module_name == HERE:
-        said = f"{attribute!r} ({kind}) was defined in a process that has ended, and its source could not be stored."
-        raise ConfigError(said, "Move it to a file, and submit a new run.")
+        problem = f"{attribute!r} ({kind}) was defined in a process that has ended, and its source could not be stored."
+        raise ConfigError(problem, "Move it to a file, and submit a new run.")
     for place in (str(Path.cwd()), *([str(code_folder(settings()))] if path.startswith(CODE_PREFIX) else [])):
         if place not in sys.path:
             sys.path.insert(_user_position(), place)
@@ -197,7 +197,7 @@ def _path_hint(module: str = "") -> str:
 
 def _import_module(kind: str, name: str, module: str) -> ModuleType:
     try:
-        found = importlib.import_module(module)
+        plugin_module = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{name!r} ({kind}) cannot be found: {error}.", _path_hint(error.name)) from error
@@ -206,14 +206,14 @@ def _import_module(kind: str, name: str, module: str) -> ModuleType:
         raise _import_error(kind, name, error) from error
     with suppress(OSError, TypeError):  # what has no file cannot be edited either
         source_of(module)
-    return found
+    return plugin_module
 
 
 def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
     missing = isinstance(error, ModuleNotFoundError)
     hint = "Install what it needs where agentrl runs, or correct the file." if missing else "Correct the file."
-    return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{said}.", hint)
+    return ConfigError(f"{name!r} ({kind}) cannot be imported: {_where(error)}{problem}.", hint)
 
 
 def _where(error: BaseException) -> str:
@@ -227,13 +227,13 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _check(kind: str, name: str, found: Any) -> None:
+def _check(kind: str, name: str, plugin: Any) -> None:
     if kind not in _CLASSES:
-        by_methods = kind == "hooks" or callable(getattr(found, "rollout", None))  # an object of such a class
-        fits, wanted = callable(found) or by_methods, "not callable"
+        by_methods = kind == "hooks" or callable(getattr(plugin, "rollout", None))  # an object of such a class
+        fits, wanted = callable(plugin) or by_methods, "not callable"
     else:
         wanted = f"no {_CLASSES[kind]}"
         room = importlib.import_module(f"{PACKAGE}.{kind}")
-        fits = isinstance(found, getattr(room, _CLASSES[kind])) or (kind == "algorithms" and room.searches(found))
+        fits = isinstance(plugin, getattr(room, _CLASSES[kind])) or (kind == "algorithms" and room.searches(plugin))
     if not fits:
-        raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(found).__name__}.", "Name another.")
+        raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(plugin).__name__}.", "Name another.")

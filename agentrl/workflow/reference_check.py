@@ -46,9 +46,9 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
         return
     if problems := reference_problems(sample, names):
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        shown = "; ".join(problems[:MAX_SHOWN])
+        text = "; ".join(problems[:MAX_SHOWN])
         raise DatasetError(
-            f"{len(problems)} of {len(sample)} checked tasks cannot be scored: {shown}{more}.",
+            f"{len(problems)} of {len(sample)} checked tasks cannot be scored: {text}{more}.",
             HINT,
         )
     if settings().root.is_dir():
@@ -64,8 +64,8 @@ def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]
         SandboxUnavailable, InfraError: as `check_sample`.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)
-        return [f"{task.key}: {why}" for task, why in zip(tasks, found, strict=True) if why]
+        reasons = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)
+        return [f"{task.key}: {why}" for task, why in zip(tasks, reasons, strict=True) if why]
 
 
 def _problem(task: Task, name: str) -> str:

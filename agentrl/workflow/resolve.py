@@ -65,21 +65,21 @@ def resolve(
             if value is not None and other in values and origins[other] != origin:
                 del values[other]
                 origins[other] = "default"
-    made = build(values)
-    if "algorithm.convention" not in values and made.update.trainer == "trl":
+    config = build(values)
+    if "algorithm.convention" not in values and config.update.trainer == "trl":
         origins["algorithm.convention"] = origins["update.trainer"]
-    return made, origins
+    return config, origins
 
 
-def parse_weights(words: Iterable[str]) -> dict[str, float]:
+def parse_weights(texts: Iterable[str]) -> dict[str, float]:
     """Return `NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
 
     Raises:
         ConfigError: a weight is no finite number, or a name stands there twice.
     """
     weights: dict[str, float] = {}
-    for word in words:
-        name, separator, weight = word.partition("=")
+    for text in texts:
+        name, separator, weight = text.partition("=")
         try:
             value = float(weight) if separator else 1.0
         except ValueError:
@@ -98,11 +98,11 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
     """
-    found = by_first_name(map(_parse_assignment, texts))
-    for key in found:
+    assignments = by_first_name(map(_parse_assignment, texts))
+    for key in assignments:
         if key not in KEYS:
             raise ConfigError(f"Unknown option {key!r:.100}.", _suggest(key))
-    return found
+    return assignments
 
 
 def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ConfigError: one is given under two names.
     """
-    found: dict[str, tuple[str, Any]] = {}
+    entries: dict[str, tuple[str, Any]] = {}
     for key, value in given:
         name = OTHER_NAMES.get(key, key)
-        if found.setdefault(name, (key, value))[0] != key:
-            raise ConfigError(f"{key!r} and {found[name][0]!r} are the same option.", "Pass one of them.")
-        found[name] = (key, value)
-    return {name: value for name, (_, value) in found.items()}
+        if entries.setdefault(name, (key, value))[0] != key:
+            raise ConfigError(f"{key!r} and {entries[name][0]!r} are the same option.", "Pass one of them.")
+        entries[name] = (key, value)
+    return {name: value for name, (_, value) in entries.items()}
 
 
 class _Loader(yaml.SafeLoader):
@@ -129,8 +129,8 @@ class _Loader(yaml.SafeLoader):
         """The node of what comes next."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
-            said = f"aliases are not supported; write the value of *{event.anchor} in full"
-            raise yaml.composer.ComposerError(None, None, said, event.start_mark)
+            problem = f"aliases are not supported; write the value of *{event.anchor} in full"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -147,8 +147,8 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """The whole number of a node."""
         if len(node.value) > MAX_DIGITS:
-            said = f"a number of {len(node.value)} digits is too large"
-            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+            problem = f"a number of {len(node.value)} digits is too large"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_yaml_int(node)
 
 
@@ -224,19 +224,19 @@ def _suggest(key: str, value: Any = None) -> str:
         return f"Did you mean '{section}.tasks'?"
     if flags := get_close_matches(key, FLAGS, 1, MISSPELT):
         return f"Did you mean {FLAGS[flags[0]]!r}?"
-    sections = {known.partition(".")[0] for known in KEYS if "." in known}
+    sections = {option.partition(".")[0] for option in KEYS if "." in option}
     (key,) = get_close_matches(key, [*KEYS, *sections], 1, MISSPELT) or [key]
     if key in KEYS:
         return f"Did you mean {key!r}?"
-    of_section = [known for known in KEYS if known.startswith(f"{key}.")]
-    same_leaf = [known for known in KEYS if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    of_section = [option for option in KEYS if option.startswith(f"{key}.")]
+    same_leaf = [option for option in KEYS if option.rpartition(".")[2] == key.rpartition(".")[2]]
     if of_section or same_leaf:
         return f"Did you mean {(of_section or same_leaf)[0]!r}?"
     hint = did_you_mean(key, KEYS)
     if hint.startswith("Did"):
         return hint
-    leaf = did_you_mean(key.rpartition(".")[2], [known.rpartition(".")[2] for known in KEYS])
+    leaf = did_you_mean(key.rpartition(".")[2], [option.rpartition(".")[2] for option in KEYS])
     if leaf.startswith("Did"):
         word = leaf.split("'")[1]
-        return f"Did you mean {next(known for known in KEYS if known.rpartition('.')[2] == word)!r}?"
+        return f"Did you mean {next(option for option in KEYS if option.rpartition('.')[2] == word)!r}?"
     return "`agentrl config show` lists them."

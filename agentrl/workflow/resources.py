@@ -36,7 +36,7 @@ class Prompt(str):
         for name in values:
             if name not in places(self):
                 raise ValueError(f"the prompt has no placeholder for {name!r}: add {{{name}}}")
-        return _PLACE.sub(lambda found: str(values.get(found[1], found[0])), self)
+        return _PLACE.sub(lambda match: str(values.get(match[1], match[0])), self)
 
 
 def places(text: str) -> frozenset[str]:

@@ -25,29 +25,29 @@ def chains_of(episode: Episode) -> list[list[Step]]:
     A step without a parent begins another one, whatever its number: episodes of before chains had numbers have several rows
     in chain 0.
     """
-    found: list[list[Step]] = []
+    chains: list[list[Step]] = []
     ends: dict[int, list[Step]] = {}  # the index of a chain's last step -> the chain
     for step in episode.steps:
         chain = None if step.parent is None or step.shared is not None else ends.get(step.parent)
         if chain is None or chain[-1].chain != step.chain:
-            found.append(chain := [])
+            chains.append(chain := [])
         else:
             del ends[chain[-1].index]
         chain.append(step)
         ends[step.index] = chain
-    return found
+    return chains
 
 
 def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
     """Return the tokens that the step's prompt continues: each id, and its logprob where it was sampled."""
     if step.parent is None or step.parent == ROOT:
         return []
-    found: list[tuple[int, float | None]] = []
+    tokens: list[tuple[int, float | None]] = []
     for one in episode.line(step.parent):
-        del found[len(found) if one.shared is None else one.shared :]
-        found += [(token, None) for token in one.prompt_ids]
-        found += zip(one.sampled_ids, one.behavior_logprobs, strict=True)
-    return found[: step.shared]
+        del tokens[len(tokens) if one.shared is None else one.shared :]
+        tokens += [(token, None) for token in one.prompt_ids]
+        tokens += zip(one.sampled_ids, one.behavior_logprobs, strict=True)
+    return tokens[: step.shared]
 
 
 def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
@@ -105,9 +105,9 @@ def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapp
 
 def _lengths(episode: Episode) -> dict[int, int]:
     """Index of a step -> the number of tokens of its line."""
-    found = {ROOT: 0}
+    lengths = {ROOT: 0}
     for step in episode.steps:
-        before = found[ROOT if step.parent is None else step.parent]
+        before = lengths[ROOT if step.parent is None else step.parent]
         start = before if step.shared is None else min(before, step.shared)
-        found[step.index] = start + len(step.prompt_ids) + len(step.sampled_ids)
-    return found
+        lengths[step.index] = start + len(step.prompt_ids) + len(step.sampled_ids)
+    return lengths

@@ -36,7 +36,7 @@ def test_a_text_that_fits_is_never_refused(text: str, times: int) -> None:
 def test_a_prompt_is_refused_before_it_is_made_into_tokens_and_only_where_it_is_asked() -> None:
     long = (Message("user", "7 " * PIECE),)
     with pytest.raises(TooLong):
-        CHAT.opening(long, most=100)
+        CHAT.opening(long, max_tokens=100)
     with pytest.raises(TooLong):
-        CHAT.continuation(long, most=100)
+        CHAT.continuation(long, max_tokens=100)
     assert len(CHAT.opening(long)) > 100

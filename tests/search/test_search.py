@@ -24,7 +24,7 @@ from agentrl.workflow.resources import MAX_RESOURCE_CHARS, MAX_RESOURCES, Prompt
 from agentrl.workflow.search import Chosen, Given, Request, Resources, Rollouts, Tried, go_on, score
 from agentrl.workflow.search.beam import edited
 from agentrl.workflow.search.feedback import MAX_FEEDBACK_CHARS as MAX_TOLD
-from agentrl.workflow.search.feedback import told
+from agentrl.workflow.search.feedback import describe_group
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task, ToolCall, ToolResult
 from tests.support.scripted_critic import ScriptedCritic, ruled_parts
@@ -175,7 +175,7 @@ def test_a_critic_whose_answer_drips_or_is_huge_is_given_up() -> None:
         ):
             server = threading.Thread(target=drip, args=(piece, pause))
             server.start()
-            asked = Connection(settings, "critic", most=2**20, seconds=1.0)
+            asked = Connection(settings, "critic", max_bytes=2**20, seconds=1.0)
             with pytest.raises(kind, match=said):
                 asked.read(ChatReply, "/v1/chat/completions", {})
             asked.close()
@@ -301,7 +301,7 @@ def test_an_episode_is_told_to_a_critic_in_bounds() -> None:
     long = Episode(
         Task("t", (), "z" * 100_000), steps=(step,) * 20, status="done", rewards={f"p{n}": 1.0 for n in range(999)}, reward=0.5
     )
-    text = told(Group(long.task, (long, long)))
+    text = describe_group(Group(long.task, (long, long)))
     assert len(text) < 2 * MAX_TOLD + 200
     short = Episode(
         TASKS[0],
@@ -309,8 +309,8 @@ def test_an_episode_is_told_to_a_critic_in_bounds() -> None:
         status="done",
         reward=0.0,
     )
-    assert "calculator failed: division by zero" in told(Group(TASKS[0], (short,)))
-    assert "the right answer: 1" in told(Group(TASKS[0], (short,)))
+    assert "calculator failed: division by zero" in describe_group(Group(TASKS[0], (short,)))
+    assert "the right answer: 1" in describe_group(Group(TASKS[0], (short,)))
 
 
 # options

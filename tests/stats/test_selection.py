@@ -30,17 +30,17 @@ def numbers(some: list[Candidate]) -> list[int]:
 def test_the_best_of_a_task_are_taken_over_all_of_its_groups_and_the_earlier_of_equals() -> None:
     assert numbers(select_best(SOME)) == [1, 2, 3, 4, 5, 6]
     assert numbers(select_best(SOME, min_reward=0.5)) == [2, 3, 4, 5]
-    assert numbers(select_best(SOME, most=1)) == [2, 3]
-    assert numbers(select_best(SOME, min_reward=1.0, most=1)) == [2]
+    assert numbers(select_best(SOME, limit=1)) == [2, 3]
+    assert numbers(select_best(SOME, min_reward=1.0, limit=1)) == [2]
     assert select_best(SOME, min_reward=2.0) == []
 
 
 def test_the_best_of_a_group_is_paired_with_its_worst() -> None:
     assert [(a.id, b.id) for a, b in select_pairs(SOME)] == [(2, 1), (5, 6)]
     four = [replace(one, group=1) for one in SOME[:4]]
-    assert [(a.id, b.id) for a, b in select_pairs(four, most=5)] == [(2, 1)]  # the two in the middle are equal
+    assert [(a.id, b.id) for a, b in select_pairs(four, limit=5)] == [(2, 1)]  # the two in the middle are equal
     apart = [*four[:3], replace(four[3], reward=0.25)]
-    assert [(a.id, b.id) for a, b in select_pairs(apart, most=5)] == [(2, 1), (3, 4)]
+    assert [(a.id, b.id) for a, b in select_pairs(apart, limit=5)] == [(2, 1), (3, 4)]
 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
@@ -55,7 +55,7 @@ def test_pairs_are_of_one_group_the_better_first_and_no_episode_is_in_two(some: 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
 def test_nothing_better_is_left_out_of_a_task(some: list[Candidate], most: int) -> None:
-    taken = select_best(some, most=most)
+    taken = select_best(some, limit=most)
     for task in {one.task for one in some}:
         inside = [one.reward for one in taken if one.task == task]
         outside = [one.reward for one in some if one.task == task and one not in taken]

@@ -174,7 +174,7 @@ def test_interrupted_offline_training_in_float16_goes_on_with_its_scale(folder: 
         kept = Resumable(tmp_path / "last", "key", 2)
         before = read_progress(tmp_path / "last")[1] if found else 0
         assert before == (2 if found else 0)
-        train(make_learner(policy).module, examples, Recipe(4, 4, 1e-3), likelihood_objective(), kept=kept)
+        train(make_learner(policy).module, examples, Recipe(4, 4, 1e-3), likelihood_objective(), resumable=kept)
         found.append({name: parameter.detach().clone() for name, parameter in policy.trainable().items()})
     state = json.loads((tmp_path / "last" / sealed_folder.STATE).read_text())
     assert state["loss_scale"] == [INITIAL_FACTOR, 2]

@@ -50,11 +50,11 @@ class AgentLaunch:
     files: str
     llm: LLM
 
-    def spec(self, asked: AgentConfig) -> str:
+    def spec(self, agent: AgentConfig) -> str:
         """Return what the warm interpreter has to have imported; empty for a program."""
-        return "" if self.command else asked.name
+        return "" if self.command else agent.name
 
-    def order(self, asked: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
+    def order(self, agent: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
         """Return the order for the guardian. It reports the agent's output without the `keys`."""
         return Order(
             command=self.command,
@@ -64,17 +64,17 @@ class AgentLaunch:
             files=self.files,
             task=asdict(task),
             llm=asdict(self.llm),
-            timeout_seconds=asked.timeout_seconds,
-            memory_mb=asked.memory_mb,
-            processes=asked.processes,
-            output_bytes=asked.output_bytes,
+            timeout_seconds=agent.timeout_seconds,
+            memory_mb=agent.memory_mb,
+            processes=agent.processes,
+            output_bytes=agent.output_bytes,
             keys=list(keys),
         )
 
 
 @contextmanager
 def placed(
-    asked: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
+    agent: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
 ) -> Iterator[AgentLaunch]:
     """The place of an agent, until it has ended.
 
@@ -84,53 +84,53 @@ def placed(
     Raises:
         ConfigError: this machine cannot hold it.
     """
-    check_held(asked)
-    if not asked.command and not asked.sandboxed:
+    check_held(agent)
+    if not agent.command and not agent.sandboxed:
         yield AgentLaunch([], clean_environment() | _model(llm, emit_key), os.getcwd(), "", "", llm)
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
         (folder / "files").mkdir()
         (folder / "files" / "task.json").write_text(json.dumps(asdict(task), ensure_ascii=False))
-        if asked.sandboxed:
-            yield stack.enter_context(_sandboxed(asked, folder, llm, config, emit_key))
+        if agent.sandboxed:
+            yield stack.enter_context(_sandboxed(agent, folder, llm, config, emit_key))
         else:
-            yield _unsafe(asked, folder / "files", llm, emit_key)
+            yield _unsafe(agent, folder / "files", llm, emit_key)
 
 
 def _model(llm: LLM, emit_key: str) -> dict[str, str]:
-    known = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+    variables = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     if not emit_key:
-        return known
-    known |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
-    return known | {
+        return variables
+    variables |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
+    return variables | {
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.base_url}/traces",
         "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"x-api-key={emit_key}",
     }
 
 
-def _told(folder: str) -> dict[str, str]:
+def _file_variables(folder: str) -> dict[str, str]:
     return {"AGENTRL_TASK": f"{folder}/task.json", "AGENTRL_ANSWER": f"{folder}/answer.json"}
 
 
-def _unsafe(asked: AgentConfig, files: Path, llm: LLM, emit_key: str) -> AgentLaunch:
-    environment = clean_environment() | _model(llm, emit_key) | _told(str(files))
-    return AgentLaunch(command_of(asked), environment, str(files), str(files / "answer.json"), str(files), llm)
+def _unsafe(agent: AgentConfig, files: Path, llm: LLM, emit_key: str) -> AgentLaunch:
+    environment = clean_environment() | _model(llm, emit_key) | _file_variables(str(files))
+    return AgentLaunch(command_of(agent), environment, str(files), str(files / "answer.json"), str(files), llm)
 
 
 @contextmanager
-def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[AgentLaunch]:
+def _sandboxed(agent: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[AgentLaunch]:
     lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
     with ExitStack() as stack:
         stack.callback(lease.release)
-        command = command_of(asked)
-        words = _view(command, folder, config)
-        if asked.network == "endpoint":
+        command = command_of(agent)
+        args = _view(command, folder, config)
+        if agent.network == "endpoint":
             address = urlsplit(llm.base_url)
             stack.enter_context(relay.relayed(folder / "endpoint", str(address.hostname), address.port or 80))
             port = agent_bridge.PORT
             llm = replace(llm, base_url=f"http://127.0.0.1:{port}{address.path}")
-            words += [
+            args += [
                 "--unshare-net",
                 "--ro-bind",
                 str(folder / "endpoint"),
@@ -141,13 +141,13 @@ def _sandboxed(asked: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
             ]
             command = ["/usr/bin/python3", "-I", BRIDGE, SOCKET, *command]
         else:
-            words += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
+            args += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": INSIDE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
         environment |= {"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {}
-        for name, value in (environment | _model(llm, emit_key) | _told(INSIDE)).items():
-            words += ["--setenv", name, value]
+        for name, value in (environment | _model(llm, emit_key) | _file_variables(INSIDE)).items():
+            args += ["--setenv", name, value]
         options = folder / "options"  # not on a command line, which everybody on this host can read
-        options.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+        options.write_bytes(b"".join(os.fsencode(arg) + b"\0" for arg in args))
         for path in (folder, folder / "files", folder / "files" / "task.json", options):
             if lease.uid is not None:
                 os.chown(path, lease.uid, lease.uid)
@@ -166,41 +166,41 @@ def _dropped(uid: int | None) -> list[str]:
 
 def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
     """The options of bubblewrap: what the program sees of this host, and what is hidden in that."""
-    words = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
-    words += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
+    args = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
+    args += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
     for linked in ("bin", "sbin", "lib", "lib32", "lib64"):
         there = Path("/", linked)
         link = (
             ["--symlink", os.readlink(there), str(there)] if there.is_symlink() else ["--ro-bind-try", str(there), str(there)]
         )
-        words += link
+        args += link
     for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime"):
-        words += ["--ro-bind-try", path, path]
-    words += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
+        args += ["--ro-bind-try", path, path]
+    args += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
     read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, folders_of(command))}
     for name in sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/")):
-        words += ["--ro-bind", name, name] if may_read(Path(name)) else []
+        args += ["--ro-bind", name, name] if may_read(Path(name)) else []
     for hidden in sorted(_hidden(config)):
         kind = ["--tmpfs", hidden] if Path(hidden).is_dir() else ["--ro-bind", os.devnull, hidden]
-        words += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
-    words += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
-    return words
+        args += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
+    args += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
+    return args
 
 
 def _imported(command: list[str]) -> list[str]:
     """Where a function agent's module is found; a program brings its own."""
-    found = [str(Path(path).resolve()) for path in sys.path if path and Path(path).is_dir()]
-    return found if FUNCTION in command else []
+    folders = [str(Path(path).resolve()) for path in sys.path if path and Path(path).is_dir()]
+    return folders if FUNCTION in command else []
 
 
 def _hidden(config: Mapping[str, Any]) -> set[str]:
     """What may lie in a folder that the program reads, and is none of its business: the rows, keys, and the references."""
     here = Path.cwd()
-    found = [
+    paths = [
         settings().root,
         here / ".env",
         here / ".git",
         *(Path(name).absolute() for name in split_mixture(str(config["dataset"]["name"]))),
         settings().gsm8k_dir,
     ]
-    return {str(Path(path).resolve()) for path in found if path is not None and Path(path).exists()}
+    return {str(Path(path).resolve()) for path in paths if path is not None and Path(path).exists()}

@@ -104,7 +104,7 @@ def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentE
 
 
 def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    asked = work.agent
+    agent = work.agent
     task = AgentTask(
         key=work.task,
         messages=[message_dict(message) for message in work.messages],
@@ -113,11 +113,11 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
         training=work.training,
         resources={name: Prompt(text) for name, text in work.resources.items()},
     )
-    if threaded.is_set() and not asked.command and not asked.sandboxed:
-        return called_agents.run(asked, task, llm, emit_key, is_stopped)
-    with agent_programs.placed(asked, task, llm, work.config, emit_key) as place:
+    if threaded.is_set() and not agent.command and not agent.sandboxed:
+        return called_agents.run(agent, task, llm, emit_key, is_stopped)
+    with agent_programs.placed(agent, task, llm, work.config, emit_key) as place:
         faultpoint("agent.started")
-        return processes.run(place.order(asked, task, [llm.api_key, emit_key]), place.spec(asked), is_stopped)
+        return processes.run(place.order(agent, task, [llm.api_key, emit_key]), place.spec(agent), is_stopped)
 
 
 def message_dict(message: Message) -> dict[str, str]:

@@ -23,37 +23,37 @@ from agentrl.workflow.plugins import find
 LOOK_SECONDS = 0.1
 
 
-def run(asked: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
+def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
     """Call the agent, and wait for its end; None where it was left alone since `is_stopped`.
 
     Raises:
         ConfigError: its path leads to nothing.
     """
-    found, told = find("agents", asked.name), AgentReport()
+    agent, report = find("agents", config.name), AgentReport()
 
     def call() -> None:
         try:
             with emitters.sent(f"{llm.base_url}/annotations", emit_key):
-                value = as_function(found)(task, llm)
+                value = as_function(agent)(task, llm)
                 read = read_result(asyncio.run(_awaited(value)) if isawaitable(value) else value)
-            told.answer, told.rewards = read.answer, None if read.rewards is None else dict(read.rewards)
+            report.answer, report.rewards = read.answer, None if read.rewards is None else dict(read.rewards)
         except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
-            told.error_class, told.error = type(error).__name__[:100], f"{type(error).__name__}: {error}"[:WORDS]
+            report.error_class, report.error = type(error).__name__[:100], f"{type(error).__name__}: {error}"[:WORDS]
             output = KeptOutput([llm.api_key, emit_key])
             output.add("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
-            told.output = output.text()
+            report.output = output.text()
 
     thread = threading.Thread(target=call, name=f"agent {task.key}"[:60], daemon=True)
     thread.start()
-    deadline = time.monotonic() + asked.timeout_seconds
+    deadline = time.monotonic() + config.timeout_seconds
     while thread.is_alive():
         thread.join(LOOK_SECONDS)
         if thread.is_alive() and is_stopped():
             return None
         if thread.is_alive() and time.monotonic() > deadline:
-            said = f"it ran for more than {asked.timeout_seconds:g} s (agent.timeout_seconds)"
-            return AgentReport(error_class="timeout", error=said)
-    return told
+            problem = f"it ran for more than {config.timeout_seconds:g} s (agent.timeout_seconds)"
+            return AgentReport(error_class="timeout", error=problem)
+    return report
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -32,8 +32,8 @@ def enter() -> bool:
     """
     if _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION) < SCOPING_ABI:
         return False
-    asked = _Ruleset(0, 0, SIGNALS)
-    ruleset = _libc.syscall(CREATE_RULESET, ctypes.byref(asked), ctypes.c_size_t(ctypes.sizeof(asked)), 0)
+    attributes = _Ruleset(0, 0, SIGNALS)
+    ruleset = _libc.syscall(CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)), 0)
     if ruleset < 0:
         return False
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

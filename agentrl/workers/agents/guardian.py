@@ -106,13 +106,13 @@ def receive(connection: socket.socket) -> Any:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    kept = bytearray()
-    while len(kept) < size:
-        some = connection.recv(min(size - len(kept), 1 << 20))
+    data = bytearray()
+    while len(data) < size:
+        some = connection.recv(min(size - len(data), 1 << 20))
         if not some:
             return b""
-        kept += some
-    return bytes(kept)
+        data += some
+    return bytes(data)
 
 
 def adopt_orphans() -> None:
@@ -181,8 +181,8 @@ class _Watch:
                 return "output", f"it printed more than {self.order.output_bytes} bytes (agent.output_bytes)"
             if now - looked > LOOK_SECONDS:
                 looked = now
-                if said := self._is_too_much():
-                    return said
+                if problem := self._is_too_much():
+                    return problem
             if not ready:
                 continue
             if output not in ready and result not in ready:
@@ -231,30 +231,30 @@ class _Watch:
             report.error = add_last_lines(report.error, report.output)
             return report
         try:
-            said = _said(self.order, bytes(self._result))
+            fields = _read_reply(self.order, bytes(self._result))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            said = {"error_class": "answer", "error": f"its answer cannot be read: {error}"[:WORDS]}
-        if status and not said.get("error_class"):
+            fields = {"error_class": "answer", "error": f"its answer cannot be read: {error}"[:WORDS]}
+        if status and not fields.get("error_class"):
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
-            said = {"error_class": "exit", "error": f"it ended with {how}"}
-        if said.get("error_class") == "exit":  # a function that raised has words of its own
-            said["error"] = add_last_lines(said["error"], report.output)
-        for name, value in said.items():
+            fields = {"error_class": "exit", "error": f"it ended with {how}"}
+        if fields.get("error_class") == "exit":  # a function that raised has words of its own
+            fields["error"] = add_last_lines(fields["error"], report.output)
+        for name, value in fields.items():
             setattr(report, name, value)
         return report
 
 
-def _said(order: Order, result: bytes) -> dict[str, Any]:
+def _read_reply(order: Order, result: bytes) -> dict[str, Any]:
     """What the agent told, checked: a function's by the pipe, a program's in its file."""
     if len(result) > MAX_RESULT:
         raise ValueError(f"it has more than {MAX_RESULT} bytes")
     if not order.answer_file:
         if not result:
             return {"error_class": "exit", "error": "its process ended before it returned"}
-        found = json.loads(result)
-        if found.get("error_class"):
-            return {name: str(found[name])[:WORDS] for name in ("error_class", "error")}
-        value = found.get("value")
+        reply = json.loads(result)
+        if reply.get("error_class"):
+            return {name: str(reply[name])[:WORDS] for name in ("error_class", "error")}
+        value = reply.get("value")
     else:
         value = _read_answer(Path(order.answer_file))
     read = read_result(value)
@@ -321,14 +321,14 @@ def _call(function: Callable[..., Any], order: Order, result: int) -> int:
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         read = read_result(value)
-        told: Mapping[str, Any] = {"value": {"text": read.answer, "rewards": read.rewards}}
+        reply: Mapping[str, Any] = {"value": {"text": read.answer, "rewards": read.rewards}}
     except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
         traceback.print_exc()
-        told = {"error_class": type(error).__name__[:100], "error": f"{type(error).__name__}: {error}"[:WORDS]}
-    data = json.dumps(told).encode()
+        reply = {"error_class": type(error).__name__[:100], "error": f"{type(error).__name__}: {error}"[:WORDS]}
+    data = json.dumps(reply).encode()
     with os.fdopen(result, "wb") as pipe:
         pipe.write(data)
-    return 0 if "value" in told else 1
+    return 0 if "value" in reply else 1
 
 
 async def _awaited(value: Any) -> Any:
@@ -340,12 +340,12 @@ async def _awaited(value: Any) -> Any:
 
 def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
     """Return all processes below this one, but for its spared children and what is below them."""
-    found: set[int] = set()
+    processes: set[int] = set()
     level = set(children(pid)) - set(spared)
     while level:
-        found |= level
-        level = {child for parent in level for child in children(parent)} - found
-    return found
+        processes |= level
+        level = {child for parent in level for child in children(parent)} - processes
+    return processes
 
 
 def children(pid: int) -> list[int]:
@@ -370,8 +370,8 @@ def _resident(pid: int) -> int:
 def _proportional(pid: int) -> int:
     """Its memory, of what it shares with others its part; where it cannot be read, all of it."""
     try:
-        words = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
-        return int(words[words.index(b"Pss:") + 1]) << 10
+        fields = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
+        return int(fields[fields.index(b"Pss:") + 1]) << 10
     except (OSError, ValueError, IndexError):
         return _resident(pid)
 

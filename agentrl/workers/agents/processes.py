@@ -67,12 +67,12 @@ class AgentServer:
                 start_new_session=True,  # what a terminal interrupts is the worker, whose end ends it
             )
         self._await()
-        said = receive(self._control)
-        if said is None or "error" in said:
+        reply = receive(self._control)
+        if reply is None or "error" in reply:
             self._kill()
-            raise AgentUnready(said["error"] if said else "its interpreter ended while it was imported")
-        self.source = said["source"]
-        self._stamps = {file: _stamp(file) for file in said["files"]}
+            raise AgentUnready(reply["error"] if reply else "its interpreter ended while it was imported")
+        self.source = reply["source"]
+        self._stamps = {file: _stamp(file) for file in reply["files"]}
 
     def _await(self) -> None:
         """Waits until it says something, or has ended."""
@@ -107,7 +107,7 @@ class AgentServer:
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
-        _ending[:] = [each for each in (*_ending, self._process) if each.poll() is None]
+        _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
 
     def _kill(self) -> None:
         self._control.close()
@@ -171,9 +171,9 @@ class AgentServers:
             InfraError: the interpreter is gone.
         """
         with self._fresh(spec, lambda: False) as server:
-            said = server.source
+            source = server.source
         self._end_oldest()
-        return said
+        return source
 
     @contextmanager
     def _fresh(self, spec: str, is_stopped: Callable[[], bool]) -> Iterator[AgentServer]:

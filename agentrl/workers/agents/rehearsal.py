@@ -48,7 +48,7 @@ def rehearse() -> None:
 
 
 def _call_nobody(openai: Any) -> None:
-    base = next(each for each in openai.DefaultHttpxClient.__mro__ if each.__module__.startswith("httpx"))
+    base = next(base_class for base_class in openai.DefaultHttpxClient.__mro__ if base_class.__module__.startswith("httpx"))
     httpx = importlib.import_module(base.__module__.partition(".")[0])
     for name in (httpx.__name__.replace("httpx", "httpcore"), "h11"):
         importlib.import_module(name)
@@ -83,9 +83,9 @@ class _Contexts:
         self._ready: defaultdict[object, list[Any]] = defaultdict(list)
         self._is_rehearsal = True
 
-    def __call__(self, *words: Any, **options: Any) -> Any:
-        make = functools.partial(self.make, *words, **options)
-        kind = repr((words, sorted(options.items()), [os.environ.get(name) for name in TRUSTED]))
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        make = functools.partial(self.make, *args, **options)
+        kind = repr((args, sorted(options.items()), [os.environ.get(name) for name in TRUSTED]))
         if self._is_rehearsal:
             self._asked[kind] = make
         ready = self._ready.get(kind)

@@ -22,7 +22,7 @@ TEMPLATE = "prompt_template"
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
-def resolve_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
+def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     """Check the run's agent, where it has one; return the config with whose rewards count.
 
     An agent's own rewards are the run's where nothing else gives any.
@@ -31,24 +31,24 @@ def resolve_agent(made: Experiment, tasks: Sequence[Task]) -> RunConfig:
         ConfigError: the agent cannot be found or called, or the env would decide what it decides.
         DatasetError: there is a task that tells an agent nothing.
     """
-    asked = made.config.agent
-    if asked is None:
-        return made.config
-    if asked.name == CLIENTS:
-        said = f"The agent {CLIENTS!r} stands for outside clients: a run cannot start it."
-        raise ConfigError(said, "Serve a policy to clients: agentrl serve --policy RUN")
-    if made.agent is not None:
-        check_function(asked.name, made.agent, made.config.resources)
+    agent = experiment.config.agent
+    if agent is None:
+        return experiment.config
+    if agent.name == CLIENTS:
+        message = f"The agent {CLIENTS!r} stands for outside clients: a run cannot start it."
+        raise ConfigError(message, "Serve a policy to clients: agentrl serve --policy RUN")
+    if experiment.agent is not None:
+        check_function(agent.name, experiment.agent, experiment.config.resources)
     if not settings().broker_url:  # else the workers' machines have what it needs
-        check_held(asked)
-    _check_env(made.config.env, made.env)
+        check_held(agent)
+    _check_env(experiment.config.env, experiment.env)
     silent = [task.key for task in tasks if not task.messages]
     if silent:
-        some = f"{len(silent)} of {len(tasks)} tasks of {made.config.dataset.name!r}"
+        some = f"{len(silent)} of {len(tasks)} tasks of {experiment.config.dataset.name!r}"
         raise DatasetError(f"{some} have no messages, the first is {silent[0]!r:.80}: an agent gets nothing else.")
-    if made.weights or gives_rewards(made.env) or made.config.hooks:
-        return made.config
-    return made.config.model_copy(update={"agent": asked.model_copy(update={"own_rewards": True})})
+    if experiment.weights or gives_rewards(experiment.env) or experiment.config.hooks:
+        return experiment.config
+    return experiment.config.model_copy(update={"agent": agent.model_copy(update={"own_rewards": True})})
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
@@ -70,11 +70,11 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
         signature = inspect.signature(function)
     except ValueError:  # of some built-in ones nothing is known
         return
-    named = by_name(function, texts)
+    names = by_name(function, texts)
     if wants(function, TEMPLATE) and TEMPLATE not in texts:
-        said = f"The agent {name!r} takes a {TEMPLATE}, but the run has no prompt with that name."
-        raise ConfigError(said, f'Write resources={{"{TEMPLATE}": "..."}}.')
-    if named:
+        message = f"The agent {name!r} takes a {TEMPLATE}, but the run has no prompt with that name."
+        raise ConfigError(message, f'Write resources={{"{TEMPLATE}": "..."}}.')
+    if names:
         return
     try:
         signature.bind(None, None, **({"resources": None} if wants(function, "resources") else {}))
@@ -88,14 +88,14 @@ def _check_class(name: str, agent: Any) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    made = agent
+    instance = agent
     if inspect.isclass(agent):
         try:
-            made = agent()
+            instance = agent()
         except Exception as error:
-            said = f"Cannot create the agent {name!r} without arguments: {type(error).__name__}: {error}"
-            raise ConfigError(f"{said}.", "Give its arguments defaults, or pass an object of the class.") from error
-    ways = ways_of(made)
+            problem = f"Cannot create the agent {name!r} without arguments: {type(error).__name__}: {error}"
+            raise ConfigError(f"{problem}.", "Give its arguments defaults, or pass an object of the class.") from error
+    ways = ways_of(instance)
     if not {"rollout", "validation_rollout"} & {way.__name__ for way in ways}:
         raise ConfigError(
             f"The agent {name!r} has no rollout method to evaluate it with.", "Write rollout(self, task, resources, llm)."
@@ -105,28 +105,28 @@ def _check_class(name: str, agent: Any) -> None:
             raise ConfigError(f"{way.__name__} of the agent {name!r} is a generator: use return instead of yield.", SHAPE)
         taken = inspect.signature(way).parameters
         if not 1 <= len(taken) <= 3:
-            said = f"{way.__name__} of the agent {name!r} takes {len(taken)} arguments"
+            problem = f"{way.__name__} of the agent {name!r} takes {len(taken)} arguments"
             raise ConfigError(
-                f"{said}.", "Write rollout(self, task, resources, llm); it may leave out arguments that it does not use."
+                f"{problem}.", "Write rollout(self, task, resources, llm); it may leave out arguments that it does not use."
             )
 
 
-def remark_on_agent(made: Experiment) -> Iterator[str]:
+def remark_on_agent(experiment: Experiment) -> Iterator[str]:
     """Yield what a person should know of the agent before it runs."""
-    asked = made.config.agent
-    if asked is None:
+    agent = experiment.config.agent
+    if agent is None:
         return
-    if not asked.sandboxed:
-        whose = "The agent's program" if asked.command else f"The agent {asked.name!r} is your own code and"
+    if not agent.sandboxed:
+        whose = "The agent's program" if agent.command else f"The agent {agent.name!r} is your own code and"
         yield f"{whose} runs without a sandbox, with your rights."
     yield "If a worker is lost, the agent starts again, and so do the side effects of its tools."
-    if made.env.tools:
-        yield f"The tools of the env {made.config.env!r} are not used: the agent has its own tools."
-    if asked.own_rewards and not made.weights:
+    if experiment.env.tools:
+        yield f"The tools of the env {experiment.config.env!r} are not used: the agent has its own tools."
+    if agent.own_rewards and not experiment.weights:
         yield "The run has no other rewards: the agent's returned rewards are used."
 
 
 def _check_env(name: str | None, env: Env) -> None:
     if type(env).step is not Env.step:
-        said = f"The env {name!r} decides what follows a turn, which is the agent's task."
-        raise ConfigError(said, "Name another --env for its rewards, or leave --agent out.")
+        message = f"The env {name!r} decides what follows a turn, which is the agent's task."
+        raise ConfigError(message, "Name another --env for its rewards, or leave --agent out.")

@@ -45,12 +45,12 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     if config.keep_solved is None:
         return ChosenTasks(tuple(tasks), difficulties)
     low, high = solved_range(config.keep_solved)
-    kept = tuple(task for task in tasks if low <= shares.get(task.content_hash, low) <= high)
-    if not kept:
+    chosen_tasks = tuple(task for task in tasks if low <= shares.get(task.content_hash, low) <= high)
+    if not chosen_tasks:
         raise DatasetError(f"No task of {config.name!r} was solved in {config.keep_solved} of its episodes.", "Widen it.")
     rarely, often = (sum(share < low for share in shares.values()), sum(share > high for share in shares.values()))
     remark = (
-        f"keep_solved {config.keep_solved}: {len(kept)} of {len(tasks)} tasks are kept, {len(tasks) - len(shares)} of them "
-        f"without a stored episode; {rarely} are solved more rarely, {often} more often."
+        f"keep_solved {config.keep_solved}: {len(chosen_tasks)} of {len(tasks)} tasks are kept, {len(tasks) - len(shares)} of "
+        f"them without a stored episode; {rarely} are solved more rarely, {often} more often."
     )
-    return ChosenTasks(kept, difficulties, (remark,))
+    return ChosenTasks(chosen_tasks, difficulties, (remark,))

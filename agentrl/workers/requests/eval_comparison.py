@@ -71,13 +71,13 @@ def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
 
 def right_by_names(row: Row) -> list[str]:
     """Return the names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
-    told = row["manifest"].get("right_by", {})
-    if told.get("correct"):
-        return sorted(told["correct"])
-    weights = told.get("weights", row["weights"])
-    most = max(weights.values(), default=0.0)
-    heaviest = sorted(name for name, weight in weights.items() if weight == most > 0)
-    return [*heaviest, f"env {row['config']['env']}"] if told.get("gives") else heaviest
+    right_by = row["manifest"].get("right_by", {})
+    if right_by.get("correct"):
+        return sorted(right_by["correct"])
+    weights = right_by.get("weights", row["weights"])
+    max_weight = max(weights.values(), default=0.0)
+    heaviest = sorted(name for name, weight in weights.items() if weight == max_weight > 0)
+    return [*heaviest, f"env {row['config']['env']}"] if right_by.get("gives") else heaviest
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
@@ -91,8 +91,8 @@ def compare_rewards(one: Row, other: Row) -> int:
     """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
     if counted_rewards(one) != counted_rewards(other):
         return OTHER_REWARDS
-    told = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
-    return OTHER_CODE if told and one["code_hash"] != other["code_hash"] else SAME_REWARDS
+    same_weights = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
+    return OTHER_CODE if same_weights and one["code_hash"] != other["code_hash"] else SAME_REWARDS
 
 
 def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
@@ -105,15 +105,15 @@ def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
 
     otherwise = sampling_differences(one["config"], other["config"]).items()
     if otherwise:
-        said = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
-        yield f"They were sampled differently ({said}), which may explain the difference."
+        differences = ", ".join(f"{key} {cell(a)} and {cell(b)}" for key, (a, b) in otherwise)
+        yield f"They were sampled differently ({differences}), which may explain the difference."
     rewards = compare_rewards(one, other)
     if rewards == OTHER_CODE:
         yield "Their rewards were computed by different code, which may explain the difference."
     if rewards == OTHER_REWARDS:
-        made = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
+        descriptions = "; ".join(f"{side} {_describe_rewards(row)}" for side, row in (("A", one), ("B", other)))
         instead = "accuracy is" if accuracies else "they have no other reward in common"
-        yield f"Means are not compared: the rewards differ ({made}); {instead}."
+        yield f"Means are not compared: the rewards differ ({descriptions}); {instead}."
     if right_by_names(one) != right_by_names(other):
         yield "Accuracies are not compared: they come from different reward parts."
 

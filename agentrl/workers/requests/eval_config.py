@@ -101,8 +101,8 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a stored config, the template as a hash; the tool format is Hermes if the config is older than that key."""
     values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
-    words = {"model.tool_format": values["model.tool_format"] or HERMES}
-    return values | words | {"model.chat_template": sha256(source.encode()).hexdigest()[:12] if source else None}
+    chat_format = {"model.tool_format": values["model.tool_format"] or HERMES}
+    return values | chat_format | {"model.chat_template": sha256(source.encode()).hexdigest()[:12] if source else None}
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:

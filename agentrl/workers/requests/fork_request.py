@@ -44,68 +44,68 @@ class ForkRequest:
     name: str | None = None
 
 
-def prepare_fork(db: Database, asked: ForkRequest) -> PreparedRun:
+def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
     """Check the request and make the submission of the fork run; write nothing.
 
     Raises:
         NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the fault, in one sentence.
     """
-    if asked.with_parent and asked.edit is not None:
+    if request.with_parent and request.edit is not None:
         raise ConfigError(
             "--with-parent and --edit-message exclude each other: parent and forks must have the same messages.",
             "Leave --with-parent or --edit-message out.",
         )
-    point = load_fork_point(db, asked.episode, asked.step)
+    point = load_fork_point(db, request.episode, request.step)
     check_format(point.run["name"], point.run["format"], "fork")
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
-        said = f"Episode {asked.episode} cannot be forked: the agent {parent.config.agent.name!r:.100} made it."
-        raise StateError(said, "Continue training with its policy: --model RUN@N.")
-    if parent.env.resumability == "restart" and asked.step:
+        message = f"Episode {request.episode} cannot be forked: the agent {parent.config.agent.name!r:.100} made it."
+        raise StateError(message, "Continue training with its policy: --model RUN@N.")
+    if parent.env.resumability == "restart" and request.step:
         raise ConfigError(
             f"The env {parent.config.env!r} cannot be rebuilt in the middle of an episode.", "Fork its first step: --step 0."
         )
-    values = {"name": asked.name, "output_dir": None, "rollout.group_size": asked.n, "rollout.tasks_per_iteration": 1}
+    values = {"name": request.name, "output_dir": None, "rollout.group_size": request.n, "rollout.tasks_per_iteration": 1}
     config = build(sampling_values(parent.config) | SINGLE_PASS | values)
     experiment = Experiment(config, point.weights)
     submission = submission_of(
         db,
         experiment,
         "fork",
-        _find_policy(db, asked, point),
+        _find_policy(db, request, point),
         f"{point.run['name'][:50]}-fork",
-        manifest=manifest(config) | {"fork": _fork_origin(asked)},
+        manifest=manifest(config) | {"fork": _fork_origin(request)},
         tasks=(),
         code_hash=experiment.scoring_hash(),
-        fork=Fork(asked.episode, asked.step, _opening_messages(asked, point), asked.with_parent),
+        fork=Fork(request.episode, request.step, _opening_messages(request, point), request.with_parent),
     )
-    unlike = asked.with_parent and submission.code_hash != point.code_hash
+    unlike = request.with_parent and submission.code_hash != point.code_hash
     return PreparedRun(submission, experiment, remarks=(OTHER_CODE,) if unlike else ())
 
 
-def _fork_origin(asked: ForkRequest) -> dict[str, Any]:
+def _fork_origin(request: ForkRequest) -> dict[str, Any]:
     """The values that must be equal for two fork runs of one name to be the same."""
     return {
-        "episode": asked.episode,
-        "step": asked.step,
-        "edit": asked.edit,
-        "policy": asked.policy,
-        "with_parent": asked.with_parent,
+        "episode": request.episode,
+        "step": request.step,
+        "edit": request.edit,
+        "policy": request.policy,
+        "with_parent": request.with_parent,
     }
 
 
-def _opening_messages(asked: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
+def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
     """The messages that the forked step reads, with the last one replaced; those of an edited episode as they were stored.
 
     The question that asks for an answer stays: what is edited is the result before it.
     """
-    if asked.edit is None:
-        first_own = point.episode.parent_id is not None and asked.step == point.episode.fork_step
-        return point.episode.steps[asked.step].prompt if first_own else None
-    read = point.episode.steps[asked.step].prompt
+    if request.edit is None:
+        first_own = point.episode.parent_id is not None and request.step == point.episode.fork_step
+        return point.episode.steps[request.step].prompt if first_own else None
+    read = point.episode.steps[request.step].prompt
     question = read[-1:] if len(read) > 1 and read[-1] == QUESTION else ()
     *others, last = read[: len(read) - len(question)]
-    return (*others, replace(last, content=asked.edit), *question)
+    return (*others, replace(last, content=request.edit), *question)
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
@@ -116,12 +116,14 @@ def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
     return run, parse_version(word) if at else None
 
 
-def _find_policy(db: Database, asked: ForkRequest, point: ForkPoint) -> PolicyRef:
-    run, version = _parse_policy(asked.policy, point) if asked.policy is not None else (point.policy_run, point.policy_version)
+def _find_policy(db: Database, request: ForkRequest, point: ForkPoint) -> PolicyRef:
+    run, version = (
+        _parse_policy(request.policy, point) if request.policy is not None else (point.policy_run, point.policy_version)
+    )
     ref = find_stored_policy(db, run, version)
     if ref.base_hash != point.run["base_hash"]:
         raise ModelError(
-            f"Policy {run}@{ref.version} has another base model than episode {asked.episode}, and so other tokens.",
+            f"Policy {run}@{ref.version} has another base model than episode {request.episode}, and so other tokens.",
             "Choose a version of the episode's own run.",
         )
     return ref

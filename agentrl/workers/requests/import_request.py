@@ -57,7 +57,7 @@ class _Read:
 
     trace: Trace
     turns: list[tuple[Span, Turn]] = field(default_factory=list)
-    said: list[tuple[Span, Annotation]] = field(default_factory=list)
+    annotations: list[tuple[Span, Annotation]] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
@@ -68,17 +68,17 @@ class _Read:
         what they say beside it.
         """
         parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
-        kept = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
+        turns = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
         for span, turn in self.turns:
             inner, above, depth = (span.trace_id, span.span_id), parents[span.trace_id, span.span_id], 0
-            while above and depth < MAX_DEPTH and inner in kept:
+            while above and depth < MAX_DEPTH and inner in turns:
                 outer, depth = (span.trace_id, above), depth + 1
-                if outer in kept and _is_one_call(kept[outer], turn):
-                    del kept[inner if kept[outer].exact and not turn.exact else outer]
+                if outer in turns and _is_one_call(turns[outer], turn):
+                    del turns[inner if turns[outer].exact and not turn.exact else outer]
                 above = parents.get(outer, "")
-        beside = [span for span, _ in self.turns if (span.trace_id, span.span_id) not in kept]
-        self.turns = [(span, turn) for span, turn in self.turns if (span.trace_id, span.span_id) in kept]
-        self.said += [(span, _in_short(span, "another span has the same turn")) for span in beside]
+        beside = [span for span, _ in self.turns if (span.trace_id, span.span_id) not in turns]
+        self.turns = [(span, turn) for span, turn in self.turns if (span.trace_id, span.span_id) in turns]
+        self.annotations += [(span, _in_short(span, "another span has the same turn")) for span in beside]
 
 
 def prepare_import(
@@ -102,13 +102,13 @@ def prepare_import(
         ModelError: the model is not here, or renders no conversations.
         DatasetError: nothing is left to import, with the reasons.
     """
-    readers: list[Adapter] = [find("adapters", each) for each in adapters or names("adapters")]
+    readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
-    read = [found for trace in traces_of(spans) if (found := _read(trace, readers, left_out)) is not None]
-    without = sum(not each.exact for each in read)
+    read = [trace_turns for trace in traces_of(spans) if (trace_turns := _read(trace, readers, left_out)) is not None]
+    without = sum(not read_trace.exact for read_trace in read)
     if exact_only:
         left_out["turns without token ids or logprobs"] += without
-        read = [each for each in read if each.exact]
+        read = [read_trace for read_trace in read if read_trace.exact]
     if not read:
         raise _nothing(left_out)
     if len(read) > MAX_EPISODES:
@@ -118,27 +118,27 @@ def prepare_import(
     settled = build(serve_config(config, name, {}).flat())
     settled = settled.model_copy(update={"model": resolve_chat(settled.model, folder)})
     chat = load_chat(settled.model, folder)
-    _, words = context_and_vocabulary(folder, settled.model.trust_remote_code)
+    _, vocabulary = context_and_vocabulary(folder, settled.model.trust_remote_code)
     exact = exact_only or not without
     weights = _weights(read)
-    episodes = list(_episodes(read, chat, words, exact, weights, left_out))
+    episodes = list(_episodes(read, chat, vocabulary, exact, weights, left_out))
     if not episodes:
         raise _nothing(left_out)
     if exact:
         _check_spelling(episodes, ref.base)
-    tasks = list({each.task.content_hash: each.task for each in episodes}.values())
-    made = recorded_submission(db, "import", settled, replace(ref, version=0), {EXACT: exact}, tasks, weights)
-    return PreparedImport(made, episodes, exact, 0 if exact_only else without, {k: n for k, n in left_out.items() if n})
+    tasks = list({episode.task.content_hash: episode.task for episode in episodes}.values())
+    submission = recorded_submission(db, "import", settled, replace(ref, version=0), {EXACT: exact}, tasks, weights)
+    return PreparedImport(submission, episodes, exact, 0 if exact_only else without, {k: n for k, n in left_out.items() if n})
 
 
 def _nothing(left_out: Mapping[str, int]) -> DatasetError:
     reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items() if count)
-    said = f"No trace is left to import ({reasons})." if reasons else "There is no trace to import: the file has no span."
-    return DatasetError(said, f"The adapters are {', '.join(names('adapters'))}; for your own pass --adapter module:name.")
+    message = f"No trace is left to import ({reasons})." if reasons else "There is no trace to import: the file has no span."
+    return DatasetError(message, f"The adapters are {', '.join(names('adapters'))}; for your own pass --adapter module:name.")
 
 
 def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _Read | None:
-    found = _Read(trace)
+    trace_turns = _Read(trace)
     for span in trace.spans:
         try:
             turn = next((turn for reader in readers if (turn := _turn(reader, span)) is not None), None)
@@ -146,28 +146,28 @@ def _read(trace: Trace, readers: Sequence[Adapter], left_out: Counter[str]) -> _
             left_out[str(error)[:250]] += 1
             return None
         if turn is not None:
-            found.turns.append((span, turn))
+            trace_turns.turns.append((span, turn))
             continue
         try:
-            found.said += [(span, each) for each in annotations_of_span(span)]
+            trace_turns.annotations += [(span, annotation) for annotation in annotations_of_span(span)]
         except ValueError as error:
             if span_names.KINDS.get(span.name) == "reward":
                 left_out[f"a reward cannot be read: {str(error)[:200]}"] += 1
                 return None
-            found.said.append((span, _in_short(span, str(error))))
-    found.keep_once()
-    if not found.turns:
+            trace_turns.annotations.append((span, _in_short(span, str(error))))
+    trace_turns.keep_once()
+    if not trace_turns.turns:
         left_out["no model turn"] += 1
         return None
-    if len(found.turns) > MAX_TURNS or len(found.said) > MAX_OF_ATTEMPT:
+    if len(trace_turns.turns) > MAX_TURNS or len(trace_turns.annotations) > MAX_OF_ATTEMPT:
         left_out[f"more than {MAX_TURNS} turns or {MAX_OF_ATTEMPT} other spans"] += 1
         return None
-    return found
+    return trace_turns
 
 
 def _is_one_call(outer: Turn, inner: Turn) -> bool:
-    said = (outer.said.content, [(call.name, call.arguments) for call in outer.said.tool_calls])
-    return said == (inner.said.content, [(call.name, call.arguments) for call in inner.said.tool_calls])
+    reply = (outer.said.content, [(call.name, call.arguments) for call in outer.said.tool_calls])
+    return reply == (inner.said.content, [(call.name, call.arguments) for call in inner.said.tool_calls])
 
 
 def _in_short(span: Span, why: str) -> Annotation:
@@ -186,27 +186,27 @@ def _turn(reader: Adapter, span: Span) -> Turn | None:
 
 def _weights(read: Sequence[_Read]) -> dict[str, float]:
     """Name of each reward -> its weight: 1 of what is the first of its span, 0 of the others."""
-    rewards = [each for one in read for _, each in one.said if each.kind == "reward"]
-    first = {each.name for each in rewards if each.id.endswith(":0")}
-    return {name: float(name in first) for name in dict.fromkeys(each.name for each in rewards)}
+    rewards = [annotation for one in read for _, annotation in one.annotations if annotation.kind == "reward"]
+    first = {annotation.name for annotation in rewards if annotation.id.endswith(":0")}
+    return {name: float(name in first) for name in dict.fromkeys(annotation.name for annotation in rewards)}
 
 
 def _episodes(
-    read: Sequence[_Read], chat: Chat, words: int, exact: bool, weights: Mapping[str, float], left_out: Counter[str]
+    read: Sequence[_Read], chat: Chat, vocabulary: int, exact: bool, weights: Mapping[str, float], left_out: Counter[str]
 ) -> Iterator[ImportedEpisode]:
-    for each in read:
+    for trace_turns in read:
         try:
-            seconds = [span.seconds for span, _ in each.turns]
-            steps = traced_steps([turn for _, turn in each.turns], seconds, chat, words, exact)
+            seconds = [span.seconds for span, _ in trace_turns.turns]
+            steps = traced_steps([turn for _, turn in trace_turns.turns], seconds, chat, vocabulary, exact)
         except (ValueError, ModelError) as error:
             left_out[str(error)[:200]] += 1
             continue
-        yield _episode(each, steps, weights)
+        yield _episode(trace_turns, steps, weights)
 
 
 def _episode(read: _Read, steps: Sequence[TracedStep], weights: Mapping[str, float]) -> ImportedEpisode:
-    trace, said = read.trace, _placed(read)
-    rewards = {name: _whole(value) for name, value in rewards_of(said, len(steps)).items()}
+    trace, annotations = read.trace, _placed(read)
+    rewards = {name: _whole(value) for name, value in rewards_of(annotations, len(steps)).items()}
     last, error = steps[-1].step, trace.error
     ended: StopReason = "agent_error" if error is not None else "max_tokens" if last.finish_reason == "length" else "answered"
     began, finished = trace.spans[0].start, max(span.end for span in trace.spans)
@@ -219,7 +219,7 @@ def _episode(read: _Read, steps: Sequence[TracedStep], weights: Mapping[str, flo
         stop_reason=ended,
         answer="" if last.message.tool_calls else last.message.content,
         error="" if error is None else error[:2000],
-        annotations=said,
+        annotations=annotations,
         started_at=_moment(began),
         finished_at=_moment(finished) if finished >= began else None,
     )
@@ -232,19 +232,19 @@ def _whole(value: float | tuple[float, ...]) -> float:
 def _placed(read: _Read) -> list[Annotation]:
     """What was said, each tied to the newest turn that had begun; ids that stand twice have their trace before them."""
     starts = [span.start for span, _ in read.turns]
-    found: dict[str, Annotation] = {}
-    for span, each in read.said:
+    placed: dict[str, Annotation] = {}
+    for span, annotation in read.annotations:
         step = bisect_right(starts, span.start) - 1
-        if each.id in found:
-            each = replace(each, id=each.id.replace("span:", f"span:{span.trace_id}", 1)[:64])
-        found[each.id] = replace(each, step=step if step >= 0 else None)
-    return list(found.values())
+        if annotation.id in placed:
+            annotation = replace(annotation, id=annotation.id.replace("span:", f"span:{span.trace_id}", 1)[:64])
+        placed[annotation.id] = replace(annotation, step=step if step >= 0 else None)
+    return list(placed.values())
 
 
 def _task(trace: Trace, first: Turn) -> Task:
     """The task: the messages of the first request, under the key that the trace names, else under their hash."""
-    told = json.dumps([(message.role, message.content) for message in first.messages])
-    key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    text = json.dumps([(message.role, message.content) for message in first.messages])
+    key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))
 
 
@@ -257,8 +257,8 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
     """Refuses tokens of another model: none of the turns with words reads in this one as the trace says."""
-    told = [(step.text, step.step.message.content.strip()) for each in episodes for step in each.steps]
-    worded = [(text, content) for text, content in told if content]
+    texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
+    worded = [(text, content) for text, content in texts if content]
     if worded and not any(content in text for text, content in worded):
         text, content = worded[0]
         raise ModelError(

@@ -85,9 +85,9 @@ class Requirements:
     @property
     def own(self) -> bool:
         """Whether the run has a plug-in from a user's own module, `module:name`."""
-        named = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
-        named += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
-        return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*named, *self.weights))
+        names = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
+        names += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
+        return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*names, *self.weights))
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def requirements_of(
     Args:
         rolls_out: whether the run makes episodes; else it trains on stored ones.
     """
-    made, key = Experiment.load(config, weights), token_hex(8)
-    roles = roles_of(made.config, rolls_out)
-    here = {name: digest(key, _variable_value(name)) for name in _list_variables(made) if os.environ.get(name)}
-    code = {name: digest(key, source) for name, source in _list_code(made, roles)}
+    experiment, key = Experiment.load(config, weights), token_hex(8)
+    roles = roles_of(experiment.config, rolls_out)
+    here = {name: digest(key, _variable_value(name)) for name in _list_variables(experiment) if os.environ.get(name)}
+    code = {name: digest(key, source) for name, source in _list_code(experiment, roles)}
     return Requirements(dict(config), dict(weights), base, output_dir, roles, __version__, key, here, code)
 
 
@@ -132,7 +132,7 @@ def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
     return QUEUES if config.agent is None else ALL_QUEUES
 
 
-def ask_workers(asked: Requirements, workers: int | None = None) -> list[WorkerCheck]:
+def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:
     """Return the answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that
     does not
     answer has no entry.
@@ -140,18 +140,18 @@ def ask_workers(asked: Requirements, workers: int | None = None) -> list[WorkerC
     Args:
         workers: the number of workers, if known: then no time is spent waiting for more.
     """
-    found: dict[str, WorkerCheck] = {}
+    checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS
-    asking: dict[str, Any] = {"arguments": {"question": asdict(asked)}, "timeout": ANSWER_SECONDS, "limit": workers}
-    if AGENTS not in asked.roles:
+    asking: dict[str, Any] = {"arguments": {"question": asdict(needs)}, "timeout": ANSWER_SECONDS, "limit": workers}
+    if AGENTS not in needs.roles:
         asking |= {"pattern": NOT_AGENTS, "matcher": "pcre"}
     while True:
         with app.connection_for_write() as link:  # not from the pool: a restarted stack has another Redis
             replies = app.control.broadcast(COMMAND, reply=True, connection=link, **asking)
-        told = (_parse_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
-        found |= {each.worker: each for each in told}
-        if all(each.found for each in found.values()) or time.monotonic() > deadline:
-            return [each for each in found.values() if set(each.roles) & set(asked.roles)]
+        answers = (_parse_fitness(answer) for reply in replies or () for answer in reply.values() if "worker" in answer)
+        checks |= {check.worker: check for check in answers}
+        if all(check.found for check in checks.values()) or time.monotonic() > deadline:
+            return [check for check in checks.values() if set(check.roles) & set(needs.roles)]
 
 
 def _parse_fitness(answer: Mapping[str, Any]) -> WorkerCheck:
@@ -172,13 +172,13 @@ def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     return _answer_question(Requirements(**question), [role for role in ALL_QUEUES if role in served])
 
 
-def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any]:
-    key = f"{asked.key} {roles}"
+def _answer_question(needs: Requirements, roles: Sequence[str]) -> dict[str, Any]:
+    key = f"{needs.key} {roles}"
     if key not in _looks:
         for old in list(_looks)[: max(0, len(_looks) + 1 - MAX_LOOKS)]:
             del _looks[old]
         _looks[key] = Future()
-        threading.Thread(target=_find_lacks, args=(_looks[key], asked, roles), name="fits", daemon=True).start()
+        threading.Thread(target=_find_lacks, args=(_looks[key], needs, roles), name="fits", daemon=True).start()
     try:
         lacks, other = _looks[key].result(REPLY_SECONDS)
     except TimeoutError:
@@ -186,29 +186,29 @@ def _answer_question(asked: Requirements, roles: Sequence[str]) -> dict[str, Any
     return asdict(WorkerCheck(worker_name(), tuple(roles), True, tuple(lacks), tuple(other)))
 
 
-def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", asked: Requirements, roles: Sequence[str]) -> None:
-    mine = [role for role in roles if role in asked.roles]
+def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requirements, roles: Sequence[str]) -> None:
+    mine = [role for role in roles if role in needs.roles]
     try:
-        answer.set_result((list_lacks(asked, mine, read_agent), list_differences(asked, mine, read_agent)))
+        answer.set_result((list_lacks(needs, mine, read_agent), list_differences(needs, mine, read_agent)))
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the command reports it
         answer.set_result(([_error_sentence(error)], []))
 
 
-def import_agent(made: Experiment) -> str:
+def import_agent(experiment: Experiment) -> str:
     """Return the source of the module of the run's agent, a function, which is imported here.
 
     Raises:
         ConfigError: it cannot be imported, or called.
         OSError, TypeError: it has no source.
     """
-    if made.config.agent is None or made.agent is None:
+    if experiment.config.agent is None or experiment.agent is None:
         return ""
-    name = made.config.agent.name
-    check_function(name, made.agent, made.config.resources)
+    name = experiment.config.agent.name
+    check_function(name, experiment.agent, experiment.config.resources)
     return code_of(AGENTS, name)
 
 
-def read_agent(made: Experiment) -> str:
+def read_agent(experiment: Experiment) -> str:
     """Return `import_agent` as a worker for agents does it, which holds secrets and itself imports none: in the interpreter
     that will
     fork them. A function for the sandbox is not imported outside of it.
@@ -217,31 +217,31 @@ def read_agent(made: Experiment) -> str:
         ConfigError: it cannot be imported.
         OSError: it has no source.
     """
-    asked = made.config.agent
-    if asked is None or asked.command or asked.sandboxed:
+    agent = experiment.config.agent
+    if agent is None or agent.command or agent.sandboxed:
         return ""
     processes = sys.modules["agentrl.workers.agents.processes"]  # as in each worker for agents
     try:
-        return str(processes.servers.source(asked.name))
+        return str(processes.servers.source(agent.name))
     except processes.AgentUnready as error:
-        raise ConfigError(f"the agent {asked.name!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"the agent {agent.name!r} cannot be loaded: {error}") from error
 
 
 ReadAgent = Callable[[Experiment], str]
 Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
-def list_lacks(asked: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
+def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
     """List what this process lacks to serve the run in these roles, a sentence each.
 
     Args:
         agent: imports the run's agent, and has its source.
     """
-    if asked.version != __version__:
-        return [f"is agentrl {__version__}, not {asked.version}"]
+    if needs.version != __version__:
+        return [f"is agentrl {__version__}, not {needs.version}"]
     checks: dict[str, Checks] = {**_CHECKS_BY_ROLE, AGENTS: partial(_agents_checks, agent)}
-    looks = [look for role in roles for look in checks[role](asked)]
-    return list(dict.fromkeys(said for look in looks if (said := _find_trouble(look))))
+    looks = [look for role in roles for look in checks[role](needs)]
+    return list(dict.fromkeys(lack for look in looks if (lack := _find_trouble(look))))
 
 
 def _find_trouble(look: Callable[[], object]) -> str:
@@ -257,47 +257,47 @@ def _error_sentence(error: BaseException) -> str:
     return f"says: {' '.join(text.split())[:500]}"
 
 
-def _rollout_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
-    made = asked.experiment
-    yield partial(_load_tools, made)
-    yield partial(check_rewards, made.weights)
-    yield partial(load_hooks, made.config.hooks)
-    yield partial(_check_engine, made)
-    yield partial(_check_model, made.config, asked.base)
+def _rollout_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
+    experiment = needs.experiment
+    yield partial(_load_tools, experiment)
+    yield partial(check_rewards, experiment.weights)
+    yield partial(load_hooks, experiment.config.hooks)
+    yield partial(_check_engine, experiment)
+    yield partial(_check_model, experiment.config, needs.base)
 
 
-def _tools_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
-    yield partial(_check_tools, asked.experiment)
+def _tools_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
+    yield partial(_check_tools, needs.experiment)
 
 
-def _train_checks(asked: Requirements) -> Iterator[Callable[[], object]]:
-    config = asked.experiment.config
+def _train_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
+    config = needs.experiment.config
     yield partial(load_hooks, config.hooks)
-    yield partial(_check_model, config, asked.base)
-    yield partial(_check_output_dir, asked.output_dir)
+    yield partial(_check_model, config, needs.base)
+    yield partial(_check_output_dir, needs.output_dir)
     yield partial(_check_optimizer, config)
     if config.update.trainer == "trl":
         yield require_trl
 
 
-def _agents_checks(agent: ReadAgent, asked: Requirements) -> Iterator[Callable[[], object]]:
-    yield partial(_check_agent, asked.experiment, agent)
+def _agents_checks(agent: ReadAgent, needs: Requirements) -> Iterator[Callable[[], object]]:
+    yield partial(_check_agent, needs.experiment, agent)
 
 
 _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": _train_checks}
 
 
-def _load_tools(made: Experiment) -> list[Tool]:
+def _load_tools(experiment: Experiment) -> list[Tool]:
     """Loads the tools and judges of a run.
 
     Raises:
         ConfigError: one of them, or the env, cannot be loaded here.
     """
-    return [*made.tools.values(), *made.judges.values()]
+    return [*experiment.tools.values(), *experiment.judges.values()]
 
 
-def _check_tools(made: Experiment) -> None:
-    for tool in _load_tools(made):
+def _check_tools(experiment: Experiment) -> None:
+    for tool in _load_tools(experiment):
         unset = [name for name in tool.variables if not os.environ.get(name)]
         try:
             tool.check()
@@ -306,19 +306,19 @@ def _check_tools(made: Experiment) -> None:
             raise ConfigError(f"{tool.name} cannot run here: {error.message}{started}") from error
 
 
-def _check_agent(made: Experiment, agent: ReadAgent) -> None:
-    asked = made.config.agent
-    if asked is None:
+def _check_agent(experiment: Experiment, agent: ReadAgent) -> None:
+    agent_config = experiment.config.agent
+    if agent_config is None:
         return
     with suppress(OSError, TypeError):  # it has no source
-        agent(made)
-    check_held(asked)
+        agent(experiment)
+    check_held(agent_config)
 
 
-def _check_engine(made: Experiment) -> None:
+def _check_engine(experiment: Experiment) -> None:
     from agentrl.workflow.inference.http import check_url
 
-    if made.engine.at_url:
+    if experiment.engine.at_url:
         check_url(settings())
 
 
@@ -352,54 +352,54 @@ def _check_output_dir(output_dir: str) -> None:
 # differences from the command
 
 
-def list_differences(asked: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
+def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
     """Return the names of variables and files in which this process differs from the command that asks.
 
     Args:
         agent: imports the run's agent, and has its source.
     """
-    read = _list_variables(asked.experiment, roles)
+    read = _list_variables(needs.experiment, roles)
     other = [
-        name for name in read if name in asked.variables and digest(asked.key, _variable_value(name)) != asked.variables[name]
+        name for name in read if name in needs.variables and digest(needs.key, _variable_value(name)) != needs.variables[name]
     ]
-    for name, source in _list_code(asked.experiment, roles, agent):
-        if name in asked.code and digest(asked.key, source) != asked.code[name]:
+    for name, source in _list_code(needs.experiment, roles, agent):
+        if name in needs.code and digest(needs.key, source) != needs.code[name]:
             other.append(f"the file of {name}")
     return other
 
 
-def _list_variables(made: Experiment, roles: Sequence[str] = QUEUES) -> list[str]:
+def _list_variables(experiment: Experiment, roles: Sequence[str] = QUEUES) -> list[str]:
     """The environment variables that the run's plug-ins read in these roles, as far as these can be loaded here."""
     names: list[str] = []
     try:
         if "tools" in roles:
-            names += [name for tool in _load_tools(made) for name in tool.variables]
-        if "rollout" in roles and made.engine.at_url:
+            names += [name for tool in _load_tools(experiment) for name in tool.variables]
+        if "rollout" in roles and experiment.engine.at_url:
             names += ENGINE
     except ConfigError:  # `list_lacks` reports it
         return []
     return list(dict.fromkeys(names))
 
 
-def _list_code(made: Experiment, roles: Sequence[str], agent: ReadAgent = import_agent) -> Iterator[tuple[str, str]]:
+def _list_code(experiment: Experiment, roles: Sequence[str], agent: ReadAgent = import_agent) -> Iterator[tuple[str, str]]:
     """`kind name` and loaded source of each plug-in that runs in these roles and is here."""
-    config = made.config
-    named: list[tuple[str, str]] = []
+    config = experiment.config
+    plugins: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
-        named += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
-        named += [("rewards", name) for name in made.weights]
-        named += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
+        plugins += [("envs", str(config.env)), *(("tools", name) for name in config.tools if not name.startswith("mcp:"))]
+        plugins += [("rewards", name) for name in experiment.weights]
+        plugins += [("tool_formats", config.model.tool_format)] if config.model.tool_format else []
     if {"rollout", "train"} & set(roles):
-        named += [("hooks", name) for name in config.hooks]
-    for kind, name in dict.fromkeys(named):
+        plugins += [("hooks", name) for name in config.hooks]
+    for kind, name in dict.fromkeys(plugins):
         try:
             yield f"{kind} {name}", code_of(kind, name)
         except (ConfigError, OSError, TypeError):
             continue
-    if AGENTS in roles and made.config.agent is not None:
+    if AGENTS in roles and experiment.config.agent is not None:
         with suppress(ConfigError, OSError, TypeError):
-            if source := agent(made):
-                yield f"{AGENTS} {made.config.agent.name}", source
+            if source := agent(experiment):
+                yield f"{AGENTS} {experiment.config.agent.name}", source
 
 
 def _variable_value(name: str) -> str:

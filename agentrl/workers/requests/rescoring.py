@@ -50,8 +50,8 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
             parts = score(replace(episode, limits=limits), weights)
             after.append(total_reward(parts, weights))
         except RewardError as error:
-            said = f"Episode {episode.id}: {' '.join(str(error).split())}"
-            raise RewardError(said, "Nothing was written. Correct the reward in its file, and rescore again.") from error
+            problem = f"Episode {episode.id}: {' '.join(str(error).split())}"
+            raise RewardError(problem, "Nothing was written. Correct the reward in its file, and rescore again.") from error
         scored[episode.id] = parts
         before.append(episode.reward or 0.0)
     if not after:

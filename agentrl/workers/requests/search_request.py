@@ -25,31 +25,31 @@ class SearchedTasks:
     roles: dict[str, str]
 
 
-def check_resources(made: Experiment) -> None:
+def check_resources(experiment: Experiment) -> None:
     """Check that somebody reads the run's texts.
 
     Raises:
         ConfigError: the built-in loop has no such text.
     """
-    if made.config.agent is not None:
+    if experiment.config.agent is not None:
         return
-    for name in made.config.resources:
-        if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in made.tools):
-            known = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in made.tools)])
-            raise ConfigError(f"resources.{name} has no effect without an agent.", f"There are {known}.")
+    for name in experiment.config.resources:
+        if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in experiment.tools):
+            texts = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in experiment.tools)])
+            raise ConfigError(f"resources.{name} has no effect without an agent.", f"There are {texts}.")
 
 
-def resolve_texts(made: Experiment) -> RunConfig:
+def resolve_texts(experiment: Experiment) -> RunConfig:
     """Return the config of a search with the texts that it begins with, and whom it asks.
 
     Raises:
         ConfigError: there are none, or its critic is named nowhere.
     """
-    config, found = made.config, find("algorithms", made.config.algorithm.name)
-    names = names_taken(search_function(found))
-    if not config.resources and config.agent is None and made.env.system_prompt:
-        config = config.model_copy(update={"resources": {SYSTEM_PROMPT: made.env.system_prompt}})
-    if not config.resources and _chooses(found):
+    config, search = experiment.config, find("algorithms", experiment.config.algorithm.name)
+    names = names_taken(search_function(search))
+    if not config.resources and config.agent is None and experiment.env.system_prompt:
+        config = config.model_copy(update={"resources": {SYSTEM_PROMPT: experiment.env.system_prompt}})
+    if not config.resources and _chooses(search):
         who = "the agent has no prompt" if config.agent is not None else "the env has no system prompt"
         name = "prompt" if config.agent is not None else SYSTEM_PROMPT
         raise ConfigError(f"No prompt to improve: {who}.", f"Write in a config file: resources: {{{name}: ...}}")
@@ -63,8 +63,8 @@ def resolve_texts(made: Experiment) -> RunConfig:
     return config
 
 
-def _chooses(found: object) -> bool:
-    return not isinstance(found, Search) or found.chooses
+def _chooses(search: object) -> bool:
+    return not isinstance(search, Search) or search.chooses
 
 
 def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
@@ -89,8 +89,8 @@ def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
             }
         )
         held_out = list(load_tasks(dataset).tasks)
-        known = {task.content_hash for task in held_out}
-        order = [task for task in order if task.content_hash not in known]
+        hashes = {task.content_hash for task in held_out}
+        order = [task for task in order if task.content_hash not in hashes]
     else:
         held_out = order[: config.search.held_out_tasks]
         order = order[len(held_out) :]

@@ -68,8 +68,8 @@ def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str
         of: the name of the run whose policy it is; empty for a model.
         keep_days: for how many days its episodes are kept; None: for ever.
     """
-    kept = {} if keep_days is None else {KEEP_DAYS: keep_days}
-    return recorded_submission(db, "serve", config, policy, {"of": of} | kept)
+    retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
+    return recorded_submission(db, "serve", config, policy, {"of": of} | retention)
 
 
 def recorded_submission(
@@ -77,22 +77,22 @@ def recorded_submission(
     kind: str,
     config: RunConfig,
     policy: PolicyRef,
-    told: Mapping[str, Any],
+    more_manifest: Mapping[str, Any],
     tasks: Sequence[Task] = (),
     weights: Mapping[str, float] | None = None,
 ) -> Submission:
     """Return a run that plans nothing: whoever submits it adds the episodes. Without a chosen name it is called after its kind.
 
     Args:
-        told: what its manifest says beside what all say.
+        more_manifest: what its manifest says beside what all say.
         weights: those of the rewards that its episodes come with; None: the config's.
     """
-    made = Experiment(config)
+    experiment = Experiment(config)
     unnamed = Submission(
         name="",
         kind=kind,
         config=config.model_dump(mode="json"),
-        manifest=manifest(config) | dict(told),
+        manifest=manifest(config) | dict(more_manifest),
         policy=policy,
         tasks=tasks,
         dataset="",
@@ -100,8 +100,8 @@ def recorded_submission(
         epochs=1,
         tasks_per_iteration=1,
         group_size=1,
-        weights=made.weights if weights is None else weights,
-        code_hash=made.scoring_hash(),
+        weights=experiment.weights if weights is None else weights,
+        code_hash=experiment.scoring_hash(),
         stem="" if config.name else kind,
     )
     free = f"{kind}-1" if db is None else planning.find_free_name(db, kind)

@@ -33,32 +33,34 @@ ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_
 """Keys that may be chosen, besides the sections of TRAINING_KEYS."""
 
 
-def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None) -> PreparedRun:
+def prepare_stored(
+    db: Database, request: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None
+) -> PreparedRun:
     """Check the request and make the submission; write nothing.
 
     Args:
-        asked: the config, with `source` given.
+        request: the config, with `source` given.
         origins: the origin of each value; a value that is not a default was chosen.
         policy: the weights to start from; unset: those that the first of the runs started from.
 
     Raises:
         AgentRLError: the fault in one sentence, as the class for it.
     """
-    chosen = {key: value for key, value in asked.flat().items() if origins.get(key, "default") != "default"}
+    chosen = {key: value for key, value in request.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
-    found = load_stored_groups(db, asked.source, 2 if Experiment(asked).algorithm.needs_group else 1, policy)
-    for source in found.sources:
+    stored = load_stored_groups(db, request.source, 2 if Experiment(request).algorithm.needs_group else 1, policy)
+    for source in stored.sources:
         if not source.row["manifest"].get(EXACT, True):
             raise StateError(
                 f"{source.row['name']} was imported without all tokens and logprobs, which reinforcement learning needs.",
                 f"Imitate it: agentrl sft --from-episodes {source.row['name']}",
             )
-    first = found.sources[0]
+    first = stored.sources[0]
     defaults = {key: value for key, value in RunConfig().flat().items() if key in ALLOWED_KEYS}
-    config = resolve_run(build(sampling_values(found.config) | defaults | chosen | SINGLE_PASS))
+    config = resolve_run(build(sampling_values(stored.config) | defaults | chosen | SINGLE_PASS))
     trainers.check(config)
     load_hooks(config.hooks)
-    experiment, start = Experiment(config, first.weights), replace(found.start, version=0)
+    experiment, start = Experiment(config, first.weights), replace(stored.start, version=0)
     submission = submission_of(
         db,
         experiment,
@@ -68,11 +70,11 @@ def prepare_stored(db: Database, asked: RunConfig, origins: Mapping[str, str], p
         manifest=manifest(config),
         tasks=(),
         code_hash=first.code_hash,
-        groups=[group for source in found.sources for group in source.groups],
+        groups=[group for source in stored.sources for group in source.groups],
         reward_set=config.source.reward_set,
     )
     submission = replace(submission, evaluation=plan_evaluation(db, config, start))
-    remarks = (*found.remarks, *remark_on_rewards(*found.experiments), *list_remarks(submission))
+    remarks = (*stored.remarks, *remark_on_rewards(*stored.experiments), *list_remarks(submission))
     return PreparedRun(submission, experiment, remarks=remarks)
 
 
@@ -115,7 +117,7 @@ def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: P
     sources = _load_sources(db, source, least)
     start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)
     _check_alike(sources, start)
-    remarks = tuple(_left_out_remark(each, source.reward_set) for each in sources if len(each.groups) < each.planned)
+    remarks = tuple(_left_out_remark(run, source.reward_set) for run in sources if len(run.groups) < run.planned)
     return StoredGroups(sources, start, remarks)
 
 
@@ -133,19 +135,19 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
     if ignored:
         raise ConfigError(f"{', '.join(ignored)}: fixed by the stored episodes, and cannot be set now.", "Leave it out.")
     if chosen.get("epochs", 1) != 1 or "iterations" in chosen:
-        said = "Stored episodes give exactly one epoch: a run trains on an episode at most once."
-        raise ConfigError(said, "Leave --epochs and --iterations out.")
+        message = "Stored episodes give exactly one epoch: a run trains on an episode at most once."
+        raise ConfigError(message, "Leave --epochs and --iterations out.")
 
 
-def _load_sources(db: Database, asked: SourceConfig, least: int) -> list[StoredRun]:
+def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list[StoredRun]:
     """The runs with their named groups, or with all groups if the run itself is named."""
-    named: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in asked.runs}
-    whole = set(named)
-    for group in asked.groups:
+    groups_by_run: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in source_config.runs}
+    whole = set(groups_by_run)
+    for group in source_config.groups:
         run = find_run_of_group(db, group)
         if run not in whole:
-            named.setdefault(run, []).append(group)
-    sources = [load_stored_run(db, run, groups, asked.reward_set, least) for run, groups in named.items()]
+            groups_by_run.setdefault(run, []).append(group)
+    sources = [load_stored_run(db, run, groups, source_config.reward_set, least) for run, groups in groups_by_run.items()]
     if not any(source.groups for source in sources):
         raise StateError(
             f"No finished group has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"

@@ -268,32 +268,34 @@ def _resolve_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
     return "search", resolve_search(config)
 
 
-def _check_tools_and_trackers(made: Experiment) -> None:
-    for name in made.config.report.to:
+def _check_tools_and_trackers(experiment: Experiment) -> None:
+    for name in experiment.config.report.to:
         find("trackers", name)
-    for tool in (*made.tools.values(), *made.judges.values()):
+    for tool in (*experiment.tools.values(), *experiment.judges.values()):
         tool.check()
 
 
-def _rewards_to_check(made: Experiment) -> tuple[str, ...]:
+def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
     """Return the rewards to try on the tasks' references: those that must not fail.
 
     The env's own rewards on a dataset that comes with agentrl are left out: agentrl's tests try those.
     """
-    optional = optional_rewards(made.env, made.weights)
-    name, counted = made.config.dataset.name, [reward for reward in made.weights if reward not in optional]
-    own = name in names("datasets") and env_of(made.config.dataset) == made.config.env
-    return tuple(reward for reward in comparing_rewards(counted) if not (own and reward in made.env.rewards))
+    optional = optional_rewards(experiment.env, experiment.weights)
+    name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
+    own = name in names("datasets") and env_of(experiment.config.dataset) == experiment.config.env
+    return tuple(reward for reward in comparing_rewards(counted) if not (own and reward in experiment.env.rewards))
 
 
-def submission_of(db: Database | None, made: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any) -> Submission:
+def submission_of(
+    db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
+) -> Submission:
     """Return the experiment as a run to submit; without a chosen name it gets the first free one of the stem.
 
     Raises:
         ConfigError: the name reads as a number, or no checkpoint can be written to the run's folder.
         ServiceError: the store at the URL does not answer.
     """
-    config = made.config
+    config = experiment.config
     if config.name and config.name.isdecimal():
         raise ConfigError(f"--name {config.name} looks like a run number.", "Use at least one letter.")
     unnamed = Submission(
@@ -307,7 +309,7 @@ def submission_of(db: Database | None, made: Experiment, kind: str, policy: Poli
         length=config.iterations,
         tasks_per_iteration=config.rollout.tasks_per_iteration,
         group_size=config.rollout.group_size,
-        weights=made.weights,
+        weights=experiment.weights,
         output_dir=config.output_dir or "",
         stem="" if config.name else stem,
         root="" if config.output_dir else str(settings().checkpoint_root),
@@ -326,8 +328,8 @@ def _local_model_folder(base: str) -> Path | None:
 def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
     """Whether conversations begin with a system message, and whether some have others behind it."""
     roles = [[message.role for message in task.messages] for task in tasks]
-    first = bool(env.system_prompt) or any(each[:1] == ["system"] for each in roles)
-    return first, any("system" in dropwhile("system".__eq__, each) for each in roles)
+    first = bool(env.system_prompt) or any(conversation[:1] == ["system"] for conversation in roles)
+    return first, any("system" in dropwhile("system".__eq__, conversation) for conversation in roles)
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
@@ -336,14 +338,18 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
     Raises:
         AgentRLError: as in `prepare`, on the held-out tasks.
     """
-    asked = config.eval
-    if asked.every is None:
+    evaluation = config.eval
+    if evaluation.every is None:
         return None
-    other = asked.dataset is not None and asked.dataset != config.dataset.name
-    env = env_of(config.dataset.model_copy(update={"name": asked.dataset})) if other else None
-    rows = {"map": config.dataset.map, "filter": config.dataset.filter} if is_rows(asked.dataset or config.dataset.name) else {}
-    rollout = {"group_size": asked.group_size}
-    measured = eval_config(config, asked.dataset, asked.split, asked.tasks, rollout, env, rows=rows)
+    other = evaluation.dataset is not None and evaluation.dataset != config.dataset.name
+    env = env_of(config.dataset.model_copy(update={"name": evaluation.dataset})) if other else None
+    rows = (
+        {"map": config.dataset.map, "filter": config.dataset.filter}
+        if is_rows(evaluation.dataset or config.dataset.name)
+        else {}
+    )
+    rollout = {"group_size": evaluation.group_size}
+    measured = eval_config(config, evaluation.dataset, evaluation.split, evaluation.tasks, rollout, env, rows=rows)
     return prepare(db, in_one_iteration(measured), "eval", policy).submission
 
 
@@ -352,16 +358,16 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
-def _remark_on_tiny(made: Experiment, folder: Path | None) -> Iterator[str]:
+def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str]:
     """A remark if a model that began as `tiny` is to act in another env than the one whose demonstrations it has seen."""
     if folder is None:
         return
     record = read_object(folder / RECORD)
-    if record.get("base") == TINY and isinstance(known := record.get("env"), str) and known != made.config.env:
+    if record.get("base") == TINY and isinstance(env := record.get("env"), str) and env != experiment.config.env:
         yield (
-            f"The model {folder.name!r} was trained only for the env {known!r}: in "
-            f"{made.config.env!r} it writes noise. Make one that imitates this dataset, if it has demonstrations (agentrl sft "
-            f"--dataset {made.config.dataset.name} --model tiny), or use a pretrained model."
+            f"The model {folder.name!r} was trained only for the env {env!r}: in {experiment.config.env!r} it writes noise. "
+            "Make one that imitates this dataset, if it has demonstrations (agentrl sft "
+            f"--dataset {experiment.config.dataset.name} --model tiny), or use a pretrained model."
         )
 
 
@@ -381,27 +387,27 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
         yield f"{name}: {used} of {read} tasks are used, according to its weight."
 
 
-def remark_on_rewards(*made: Experiment) -> Iterator[str]:
+def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
     """Remarks if rewards of the env do not count, and if no episode can earn anything.
 
     Args:
-        made: the experiments whose episodes train.
+        experiments: the experiments whose episodes train.
     """
-    for each in made:
-        if each.uncounted_rewards:
-            again = " ".join(f"--reward {name}={each.env.rewards[name]:g}" for name in each.uncounted_rewards)
-            named = ", ".join(each.uncounted_rewards)
-            yield f"Rewards of the env {each.config.env!r} that are recorded but have weight 0: {named}. To count them: {again}"
-    names = ", ".join(dict.fromkeys(f"{name}=0" for each in made for name in each.weights))
-    if names and not any(map(_may_earn, made)):
+    for experiment in experiments:
+        if experiment.uncounted_rewards:
+            again = " ".join(f"--reward {name}={experiment.env.rewards[name]:g}" for name in experiment.uncounted_rewards)
+            uncounted, env = ", ".join(experiment.uncounted_rewards), experiment.config.env
+            yield f"Rewards of the env {env!r} that are recorded but have weight 0: {uncounted}. To count them: {again}"
+    names = ", ".join(dict.fromkeys(f"{name}=0" for experiment in experiments for name in experiment.weights))
+    if names and not any(map(_may_earn, experiments)):
         yield f"No reward counts ({names}): every episode gets reward 0, so the policy cannot learn."
 
 
-def _may_earn(made: Experiment) -> bool:
+def _may_earn(experiment: Experiment) -> bool:
     """Whether a reward can be other than 0; those of hooks, the env itself and an agent have no weight here, and count 1."""
-    agent = made.config.agent
+    agent = experiment.config.agent
     own = agent is not None and agent.own_rewards
-    return own or any(made.weights.values()) or bool(made.config.hooks) or gives_rewards(made.env)
+    return own or any(experiment.weights.values()) or bool(experiment.config.hooks) or gives_rewards(experiment.env)
 
 
 def _remarks_on_training(submission: Submission) -> Iterator[str]:
@@ -427,16 +433,16 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
         StateError: a hook raised at its start; the run is written as failed, and nothing was sent.
         ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
     """
-    made = _write_run(db, prepared)
-    if made.created and prepared.submission.kind == "train":
+    run = _write_run(db, prepared)
+    if run.created and prepared.submission.kind == "train":
         with suppress(OSError):  # only links, which a user who may not write there does without
-            link_epochs(epoch_ends.load_epoch_ends(db, made.id))
-    if made.created and not broker.is_in_memory(settings()):  # else the stack's own control loop sends
+            link_epochs(epoch_ends.load_epoch_ends(db, run.id))
+    if run.created and not broker.is_in_memory(settings()):  # else the stack's own control loop sends
         from agentrl.workers.stack.dispatch import dispatch  # late, as it imports Celery
 
-        for iteration in (*planning.open_iterations(db, made.id), *evals.list_open_evals(db, made.id)):
+        for iteration in (*planning.open_iterations(db, run.id), *evals.list_open_evals(db, run.id)):
             dispatch(db, iteration)
-    return made
+    return run
 
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
@@ -449,18 +455,18 @@ def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> Submit
 
 
 def _write_run(db: Database, prepared: PreparedRun, failed: str = "") -> SubmittedRun:
-    made = planning.submit(db, prepared.submission, failed)
-    if made.created:
+    run = planning.submit(db, prepared.submission, failed)
+    if run.created:
         for hook in load_hooks(prepared.config.hooks):
             try:
-                hook.on_run_start(made.name, prepared.submission.with_name(made.name).config)
+                hook.on_run_start(run.name, prepared.submission.with_name(run.name).config)
             except Exception as error:
-                said = f"on_run_start of the hook {type(hook).__name__} raised {type(error).__name__}: {error}"[:1000]
-                planning.stop(db, made.name, "failed", said)
+                problem = f"on_run_start of the hook {type(hook).__name__} raised {type(error).__name__}: {error}"[:1000]
+                planning.stop(db, run.name, "failed", problem)
                 raise StateError(
-                    f"{made.name} is failed: {said}.", f"Continue without the hook: agentrl resume {made.name}"
+                    f"{run.name} is failed: {problem}.", f"Continue without the hook: agentrl resume {run.name}"
                 ) from error
-    return made
+    return run
 
 
 def _check_sampling(config: RunConfig, kind: str) -> None:
@@ -500,12 +506,12 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
     """The config with the tools of each server of `tools`: recorded ones (as for an evaluation), else those offered now."""
-    known = {tool.server for tool in config.served_tools}
-    strange = known - set(config.tools)
+    servers = {tool.server for tool in config.served_tools}
+    strange = servers - set(config.tools)
     if strange:
         raise ConfigError(f"served_tools has {min(strange)!r}, which is not in `tools`.", "Add it: --tools.")
     more = (
-        tool for name in config.tools if mcp_tool.is_server(name) and name not in known for tool in mcp_tool.list_tools(name)
+        tool for name in config.tools if mcp_tool.is_server(name) and name not in servers for tool in mcp_tool.list_tools(name)
     )
     return config.model_copy(update={"served_tools": (*config.served_tools, *more)})
 
@@ -528,14 +534,14 @@ def _check_writable(folder: Path) -> None:
         with NamedTemporaryFile(dir=there):  # permissions do not tell: /proc, say, takes no file
             pass
     except OSError as error:
-        said = f"Cannot write checkpoints to {str(folder)!r}: cannot write to {str(there)!r}: {error.strerror}."
-        raise ConfigError(said, "Pass another --output-dir, or fix this one.") from error
+        message = f"Cannot write checkpoints to {str(folder)!r}: cannot write to {str(there)!r}: {error.strerror}."
+        raise ConfigError(message, "Pass another --output-dir, or fix this one.") from error
 
 
 def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
-    words = [*(Path(name.rpartition(":")[2]).stem for name in split_mixture(config.dataset.name)), Path(config.model.path).name]
-    words += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
-    stem = "-".join(word for word in words if word).lower()
+    parts = [*(Path(name.rpartition(":")[2]).stem for name in split_mixture(config.dataset.name)), Path(config.model.path).name]
+    parts += [f"v{policy.version}" if policy and kind == "eval" else "", "eval" if kind == "eval" else ""]
+    stem = "-".join(word for word in parts if word).lower()
     plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in stem)
     return plain.lstrip("._-")[:48] or "run"
 

@@ -33,9 +33,9 @@ class Description:
     @classmethod
     def of(cls, tool: Tool) -> "Description":
         """Return the description of the tool."""
-        told = tool.schema["function"]
+        spec = tool.schema["function"]
         limits = (tool.timeout_seconds, tool.max_characters, tool.memory_mb)
-        return cls(tool.name, told["description"], told["parameters"], tool.effects, *limits, keeps_session(tool))
+        return cls(tool.name, spec["description"], spec["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
@@ -46,7 +46,7 @@ def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
     """
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))
-    served = tuple(told for name in servers for told in mcp_tool.list_tools(name))
+    served = tuple(server_tool for name in servers for server_tool in mcp_tool.list_tools(name))
     tools = Experiment(RunConfig(env=env or None, tools=(*others, *servers), served_tools=served)).tools
     if not tools:
         raise ConfigError(f"The env {env!r} has no tool." if env else "No tools to serve.", _TOOLS_HINT)

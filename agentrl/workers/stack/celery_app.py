@@ -35,11 +35,11 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
     """Return the queue of a job: the one its name begins with, unless a host's own tools queue was asked for."""
-    asked = options.get("queue")
-    asked = getattr(asked, "name", asked)
-    if asked and _HOST_QUEUE.fullmatch(asked):
-        return {"queue": Queue(asked, routing_key=asked)}
-    queue = _QUEUE_OF_JOB.get(name, asked)
+    wanted_queue = options.get("queue")
+    wanted_queue = getattr(wanted_queue, "name", wanted_queue)
+    if wanted_queue and _HOST_QUEUE.fullmatch(wanted_queue):
+        return {"queue": Queue(wanted_queue, routing_key=wanted_queue)}
+    queue = _QUEUE_OF_JOB.get(name, wanted_queue)
     if name.startswith("celery."):
         return {}
     if queue not in ALL_QUEUES:

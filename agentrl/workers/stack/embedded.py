@@ -152,10 +152,10 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
     Checks the database's variable; for a stack in memory, whose workers cannot be asked, also the given ones.
     """
-    known = read_state(where).get("environment", {})
+    digests = read_state(where).get("environment", {})
     needed = [*ALWAYS_COMPARED, *(variables if broker.is_in_memory(where) else ())]
-    now = _environment_digests(known.get("key", ""))
-    return [name for name in dict.fromkeys(needed) if known and known.get(name) != now.get(name)]
+    now = _environment_digests(digests.get("key", ""))
+    return [name for name in dict.fromkeys(needed) if digests and digests.get(name) != now.get(name)]
 
 
 def _environment_digests(key: str) -> dict[str, str]:
@@ -186,24 +186,24 @@ def read_state(where: Settings) -> dict[str, Any]:
     separate.
     """
     try:
-        found = json.loads((where.stack_dir / "supervisor.json").read_text())
+        state = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
-        found = {"pid": 0, "stopping": False}
-    return {"separate": False, **found}  # the previous release does not write it
+        state = {"pid": 0, "stopping": False}
+    return {"separate": False, **state}  # the previous release does not write it
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
     """Write this process's pid as the supervisor's, whether it is stopping, and whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
-        said = {
+        state = {
             "pid": os.getpid(),
             "stopping": stopping,
             "separate": separate,
             "environment": _environment_digests(token_hex(8)),
         }
         beside.touch(0o600)
-        beside.write_text(json.dumps(said))
+        beside.write_text(json.dumps(state))
         beside.replace(where.stack_dir / "supervisor.json")
 
 

@@ -20,21 +20,23 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ServiceError(f"The endpoint cannot listen at {host!r:.100}: {error}.", "Name an address of this host.") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it: a client that vanished is noticed
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+        )  # connections inherit it: a client that vanished is noticed
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
-        made.bind(address)
-        made.listen(BACKLOG)
+                listener.setsockopt(socket.IPPROTO_TCP, option, value)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
-        made.close()
+        listener.close()
         raise ServiceError(f"The endpoint cannot listen at {host}:{port}: {error.strerror}.", hint) from error
-    return made
+    return listener
 
 
 def is_loopback(listening: socket.socket) -> bool:

@@ -89,20 +89,20 @@ def collect_process() -> Iterable[PrometheusMetric]:
 
 def collect_work(db: Database) -> Iterable[PrometheusMetric]:
     """Return the state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
-    found = work_counts.count_work(db)
-    queues = [({"queue": row["queue"], "state": state}, row[state]) for row in found.queues for state in ("held", "waiting")]
+    counts = work_counts.count_work(db)
+    queues = [({"queue": row["queue"], "state": state}, row[state]) for row in counts.queues for state in ("held", "waiting")]
     yield PrometheusMetric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
-    resent = [({"queue": row["queue"]}, row["resent"]) for row in found.queues]
+    resent = [({"queue": row["queue"]}, row["resent"]) for row in counts.queues]
     yield PrometheusMetric("work_resent", "Messages sent again for open work.", resent)
-    yield PrometheusMetric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in found.runs])
-    events = [({"kind": row["kind"]}, row["n"]) for row in found.events]
+    yield PrometheusMetric("runs", "Runs by status.", [({"status": row["status"]}, row["n"]) for row in counts.runs])
+    events = [({"kind": row["kind"]}, row["n"]) for row in counts.events]
     yield PrometheusMetric("failures_total", "Lost workers; failed updates, groups and reports.", events)
     for name, text, columns in _RUN_METRICS:
         labelled = [
-            ({"run": row["run"], **({"of": of} if of else {})}, row[column]) for row in found.running for of, column in columns
+            ({"run": row["run"], **({"of": of} if of else {})}, row[column]) for row in counts.running for of, column in columns
         ]
         yield PrometheusMetric(name, text, [(labels, value) for labels, value in labelled if value is not None])
-    sandbox = [({"run": row["run"], "sandbox": row["sandbox"], "end": row["exit_status"]}, row["n"]) for row in found.sandbox]
+    sandbox = [({"run": row["run"], "sandbox": row["sandbox"], "end": row["exit_status"]}, row["n"]) for row in counts.sandbox]
     yield PrometheusMetric("sandbox_calls_total", "Programs run in the sandbox, by result.", sandbox)
 
 

@@ -100,8 +100,8 @@ def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...
 
 @cache
 def _report_cpu(run: int) -> None:
-    if said := record_cpu_after_loss(database(), run, worker_name()):
-        log.warning("run %d: %s", run, said)
+    if message := record_cpu_after_loss(database(), run, worker_name()):
+        log.warning("run %d: %s", run, message)
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
@@ -143,6 +143,6 @@ def database() -> Database:
 @Once
 def heartbeat() -> Heartbeat:
     """Return the process's heartbeat, started."""
-    made = Heartbeat(database(), settings().lease_seconds)
-    made.start()
-    return made
+    beat = Heartbeat(database(), settings().lease_seconds)
+    beat.start()
+    return beat

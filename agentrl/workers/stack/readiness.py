@@ -81,8 +81,8 @@ def _confirm(sender: Any, **kwargs: Any) -> None:
 
 def _reason_of(message: str) -> str:
     """Why the broker is lost, from a message of Celery; its URL, which may hold a password, is left out."""
-    found = re.match(r"consumer: Cannot connect to \S+: ([^\n]{1,200})", message)
-    return f"the broker does not answer: {found[1].rstrip('. ')}." if found else "the broker does not answer."
+    match = re.match(r"consumer: Cannot connect to \S+: ([^\n]{1,200})", message)
+    return f"the broker does not answer: {match[1].rstrip('. ')}." if match else "the broker does not answer."
 
 
 def _report_loss(record: logging.LogRecord) -> bool:

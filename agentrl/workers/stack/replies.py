@@ -81,15 +81,15 @@ class Replies:
             if reply is None:
                 continue
             more = connection.lpop(self.address, 1000) or []
-            for said in (reply[1], *more):
-                self._parse_reply(said)
+            for line in (reply[1], *more):
+                self._parse_reply(line)
 
-    def _parse_reply(self, said: bytes) -> None:
-        found = _REPLY.fullmatch(said[: 4 * MAX_REASON])
-        if found:
-            self.answer(int(found[1]), (found[2] or b"").decode(errors="replace")[:MAX_REASON])
+    def _parse_reply(self, line: bytes) -> None:
+        match = _REPLY.fullmatch(line[: 4 * MAX_REASON])
+        if match:
+            self.answer(int(match[1]), (match[2] or b"").decode(errors="replace")[:MAX_REASON])
         else:  # anybody can push onto a list in Redis, which must not end the reader of all replies
-            log.warning("invalid call id on %s: %.80r", self.address, said)
+            log.warning("invalid call id on %s: %.80r", self.address, line)
 
 
 class Waker:

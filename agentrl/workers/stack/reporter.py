@@ -101,8 +101,8 @@ class Reporter:
 
     def _iteration_steps(self) -> Iterator[TrackedStep]:
         """The iterations that are over and that the tracker lacks, in order, up to the first open one."""
-        found = curves.load_curves(self.db, str(self.report.run_id), after=self.last[ITERATION])
-        for values in found.rows:
+        table = curves.load_curves(self.db, str(self.report.run_id), after=self.last[ITERATION])
+        for values in table.rows:
             row = dict(zip(curves.COLUMNS, values, strict=True))
             if row["status"] in OPEN:
                 return
@@ -174,7 +174,7 @@ def main(run_id: int, name: str, claim: str) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     db = database()
-    (report,) = [each for each in run_reports.list_reports(db, str(run_id)) if each.tracker == name]
+    (report,) = [candidate for candidate in run_reports.list_reports(db, str(run_id)) if candidate.tracker == name]
     tracker = None
     try:
         reporter = Reporter(db, report, claim)

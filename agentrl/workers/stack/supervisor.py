@@ -103,10 +103,10 @@ class Supervisor:
 
         Returns whether they were started.
         """
-        known = {child.role for child in self.children}
+        running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
             self._restart_ended(child)
-        if known.issuperset(roles):
+        if running_roles.issuperset(roles):
             return True
         if not _some_run_has_agent():
             return False

@@ -82,22 +82,22 @@ class SpanMessage:
 
 
 def make_turn(
-    span: Span, messages: Sequence[SpanMessage], said: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
+    span: Span, messages: Sequence[SpanMessage], reply: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
     """Build a turn, and check the token ids of the span.
 
     Raises:
         ValueError: it makes no sense, and why.
     """
-    told, answers = _answered(messages)
-    if not told or len(told) > MAX_MESSAGES:
+    history, answers = _answered(messages)
+    if not history or len(history) > MAX_MESSAGES:
         raise ValueError(f"a turn has 1 to {MAX_MESSAGES} messages before it")
-    if sum(len(each.content) + len(each.thought) for each in (*told, said)) > MAX_TEXT:
+    if sum(len(message.content) + len(message.thought) for message in (*history, reply)) > MAX_TEXT:
         raise ValueError(f"the messages of a turn have at most {MAX_TEXT} characters")
     prompt_ids, sampled_ids = (_ids(span, names) for names in (span_names.PROMPT_IDS, span_names.SAMPLED_IDS))
     ended: FinishReason = "length" if finish_reason in ("length", "max_tokens") else "stop"
     logprobs = _logprobs(span, len(sampled_ids))
-    return Turn(told, said, tuple(tools), ended, prompt_ids, sampled_ids, logprobs, answers)
+    return Turn(history, reply, tuple(tools), ended, prompt_ids, sampled_ids, logprobs, answers)
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
@@ -106,22 +106,24 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
     Raises:
         ValueError: its role is none.
     """
-    known = ROLES.get(role) if isinstance(role, str) else None
-    if known is None:
+    chat_role = ROLES.get(role) if isinstance(role, str) else None
+    if chat_role is None:
         raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
-    return Message(known, content, thought, tuple(calls) if known == "assistant" else (), name if known == "tool" else "")
+    return Message(
+        chat_role, content, thought, tuple(calls) if chat_role == "assistant" else (), name if chat_role == "tool" else ""
+    )
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
     """Build a call; unreadable arguments make it an unreadable call."""
-    told = parsed(arguments) or {}
-    return read_arguments(name if isinstance(name, str) else "", dict(told) if isinstance(told, Mapping) else told)
+    value = parsed(arguments) or {}
+    return read_arguments(name if isinstance(name, str) else "", dict(value) if isinstance(value, Mapping) else value)
 
 
 def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
     """Build the schema of a tool in the format of chat APIs."""
-    told = parsed(parameters)
-    shape = told if isinstance(told, Mapping) else {"type": "object", "properties": {}}
+    value = parsed(parameters)
+    shape = value if isinstance(value, Mapping) else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": str(name), "description": str(description or ""), "parameters": shape}}
 
 
@@ -150,29 +152,32 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
     return [_with_whole_characters(item, levels - 1) for item in value] if isinstance(value, list) else value
 
 
-def _answered(told: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """The messages, where a tool's result has the name of the call that it answers; and which calls the last results answer.
 
     A result whose call nobody names is of the next one that has none.
     """
-    found: list[Message] = []
+    history: list[Message] = []
     calls: tuple[ToolCall, ...] = ()
     places: dict[str, int] = {}
     left, answers = dict[int, None](), list[int]()
-    for each in told:
-        message = each.message
+    for span_message in messages:
+        message = span_message.message
         if message.role == "assistant":
             calls, answers = message.tool_calls, []
-            places, left = {name: place for place, name in enumerate(each.calls) if name}, dict.fromkeys(range(len(calls)))
+            places, left = (
+                {name: place for place, name in enumerate(span_message.calls) if name},
+                dict.fromkeys(range(len(calls))),
+            )
         elif message.role == "tool":
-            place = places.get(each.answers, -1)
+            place = places.get(span_message.answers, -1)
             place = place if place in left else next(iter(left), -1)
             answers.append(place)
             if place >= 0:
                 del left[place]
                 message = Message("tool", message.content, name=message.name or calls[place].name)
-        found.append(message)
-    return tuple(found), tuple(answers)
+        history.append(message)
+    return tuple(history), tuple(answers)
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
@@ -185,7 +190,7 @@ def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or len(value) > MAX_TOKENS
-        or not all(type(each) is int and 0 <= each <= MAX_ID for each in value)
+        or not all(type(token) is int and 0 <= token <= MAX_ID for token in value)
     ):
         raise ValueError(f"token ids are a list of at most {MAX_TOKENS} whole numbers from 0")
     return tuple(value)
@@ -195,9 +200,9 @@ def _logprobs(span: Span, count: int) -> tuple[float, ...]:
     value = parsed(span.attributes.get(span_names.LOGPROBS))
     if not isinstance(value, list) or not count:
         return ()
-    found: list[Any] = [each.get("logprob") if isinstance(each, Mapping) else each for each in value]
-    if len(found) != count:
+    logprobs: list[Any] = [entry.get("logprob") if isinstance(entry, Mapping) else entry for entry in value]
+    if len(logprobs) != count:
         return ()
-    if not all(type(each) in (int, float) and LOWEST_LOGPROB <= each <= 0 for each in found):
+    if not all(type(entry) in (int, float) and LOWEST_LOGPROB <= entry <= 0 for entry in logprobs):
         raise ValueError(f"a token's logprob is a number from {LOWEST_LOGPROB:g} to 0")
-    return tuple(map(float, found))
+    return tuple(map(float, logprobs))

@@ -22,40 +22,41 @@ _NUMBERED, _CALL = re.compile(span_names.NUMBERED), re.compile(span_names.NUMBER
 
 
 def _turn(span: Span) -> Turn | None:
-    found: dict[str, dict[int, dict[str, Any]]] = {PROMPT: {}, COMPLETION: {}, FUNCTIONS: {}}
+    fields: dict[str, dict[int, dict[str, Any]]] = {PROMPT: {}, COMPLETION: {}, FUNCTIONS: {}}
     for key, value in span.attributes.items():
-        if named := _NUMBERED.fullmatch(key):
-            found[named[1]].setdefault(int(named[2]), {})[named[3]] = value
-    if not found[PROMPT] or not found[COMPLETION]:
+        if match := _NUMBERED.fullmatch(key):
+            fields[match[1]].setdefault(int(match[2]), {})[match[3]] = value
+    if not fields[PROMPT] or not fields[COMPLETION]:
         return None
-    if len(found[PROMPT]) > MAX_MESSAGES:
+    if len(fields[PROMPT]) > MAX_MESSAGES:
         raise ValueError(f"a turn has at most {MAX_MESSAGES} messages before it")
-    said = found[COMPLETION].get(0)
-    if said is None:
+    completion = fields[COMPLETION].get(0)
+    if completion is None:
         raise ValueError(f"{COMPLETION}.0 is missing")
     tools = [
-        make_schema(each.get("name"), each.get("description"), each.get("parameters")) for _, each in _sorted(found[FUNCTIONS])
+        make_schema(entry.get("name"), entry.get("description"), entry.get("parameters"))
+        for _, entry in _sorted(fields[FUNCTIONS])
     ]
-    messages = [_told(each) for _, each in _sorted(found[PROMPT])]
-    answer = _told({"role": "assistant", **said}).message
-    return make_turn(span, messages, answer, tools, str(said.get("finish_reason", "stop")))
+    messages = [_span_message(entry) for _, entry in _sorted(fields[PROMPT])]
+    answer = _span_message({"role": "assistant", **completion}).message
+    return make_turn(span, messages, answer, tools, str(completion.get("finish_reason", "stop")))
 
 
-def _sorted(found: Mapping[int, dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    return sorted(found.items())
+def _sorted(entries: Mapping[int, dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    return sorted(entries.items())
 
 
-def _told(told: Mapping[str, Any]) -> SpanMessage:
+def _span_message(entry: Mapping[str, Any]) -> SpanMessage:
     calls: dict[int, dict[str, Any]] = {}
-    for key, value in told.items():
-        if named := _CALL.fullmatch(key):
-            calls.setdefault(int(named[1]), {})[named[2]] = value
-    made = [make_call(call.get("name"), call.get("arguments")) for _, call in _sorted(calls)]
-    thought = told.get("reasoning_content") or told.get("reasoning") or ""
-    content, name = _content(told.get("content", "")), str(told.get("name") or "")
-    message = make_message(told.get("role"), content, made, str(thought), name)
+    for key, value in entry.items():
+        if match := _CALL.fullmatch(key):
+            calls.setdefault(int(match[1]), {})[match[2]] = value
+    tool_calls = [make_call(call.get("name"), call.get("arguments")) for _, call in _sorted(calls)]
+    thought = entry.get("reasoning_content") or entry.get("reasoning") or ""
+    content, name = _content(entry.get("content", "")), str(entry.get("name") or "")
+    message = make_message(entry.get("role"), content, tool_calls, str(thought), name)
     ids = tuple(str(call.get("id") or "") for _, call in _sorted(calls))
-    return SpanMessage(message, ids, str(told.get("tool_call_id") or ""))
+    return SpanMessage(message, ids, str(entry.get("tool_call_id") or ""))
 
 
 def _content(value: Any) -> str:

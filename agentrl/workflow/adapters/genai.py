@@ -13,25 +13,25 @@ from agentrl.workflow.tool_formats import Schema
 def _turn(span: Span) -> Turn | None:
     if names.GEN_AI_INPUT not in span.attributes or names.GEN_AI_OUTPUT not in span.attributes:
         return None
-    told, said = (parsed(span.attributes[name]) for name in (names.GEN_AI_INPUT, names.GEN_AI_OUTPUT))
-    if not isinstance(told, list) or not isinstance(said, list) or not said:
+    inputs, outputs = (parsed(span.attributes[name]) for name in (names.GEN_AI_INPUT, names.GEN_AI_OUTPUT))
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not outputs:
         raise ValueError(f"{names.GEN_AI_INPUT} and {names.GEN_AI_OUTPUT} are lists of messages")
     system = parsed(span.attributes.get(names.GEN_AI_SYSTEM)) or []
     before = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
-    messages = [message for each in [*before, *told] for message in _messages(each)]
-    answers = [each.message for each in _messages(said[0])]
+    messages = [message for item in [*before, *inputs] for message in _messages(item)]
+    answers = [item.message for item in _messages(outputs[0])]
     if len(answers) != 1 or answers[0].role != "assistant":
         raise ValueError(f"the first of {names.GEN_AI_OUTPUT} is an assistant's message")
     endings = parsed(span.attributes.get(names.GEN_AI_ENDINGS))
-    ending = said[0].get("finish_reason") or (endings[0] if isinstance(endings, list) and endings else "stop")
+    ending = outputs[0].get("finish_reason") or (endings[0] if isinstance(endings, list) and endings else "stop")
     return make_turn(span, messages, answers[0], _tools(span), str(ending))
 
 
-def _messages(each: Any) -> list[SpanMessage]:
+def _messages(item: Any) -> list[SpanMessage]:
     """A message of the conventions; results of several calls in one are several here."""
-    if not isinstance(each, Mapping):
+    if not isinstance(item, Mapping):
         raise ValueError("a message is an object with role and parts")
-    parts = each.get("parts", each.get("content", []))
+    parts = item.get("parts", item.get("content", []))
     parts = parts if isinstance(parts, list) else [parts]
     texts, thoughts, calls = list[str](), list[str](), []
     ids, results = list[str](), list[tuple[str, str]]()
@@ -49,11 +49,11 @@ def _messages(each: Any) -> list[SpanMessage]:
             results.append((came, str(part.get("id") or "")))
         else:
             raise ValueError(f"unknown part type {str(kind)[:40]!r}; known: text, reasoning and calls")
-    if each.get("role") == "tool" and not results:
+    if item.get("role") == "tool" and not results:
         results = [("".join(texts), "")]
     if results:
-        return [SpanMessage(make_message("tool", text, name=str(each.get("name") or "")), (), call) for text, call in results]
-    return [SpanMessage(make_message(each.get("role"), "\n".join(texts), calls, "\n".join(thoughts)), tuple(ids))]
+        return [SpanMessage(make_message("tool", text, name=str(item.get("name") or "")), (), call) for text, call in results]
+    return [SpanMessage(make_message(item.get("role"), "\n".join(texts), calls, "\n".join(thoughts)), tuple(ids))]
 
 
 def _text(value: Any) -> str:
@@ -61,10 +61,10 @@ def _text(value: Any) -> str:
 
 
 def _tools(span: Span) -> list[Schema]:
-    told = parsed(span.attributes.get(names.GEN_AI_TOOLS))
-    listed = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
-    found = [each["function"] if isinstance(each.get("function"), Mapping) else each for each in listed]
-    return [make_schema(each.get("name"), each.get("description"), each.get("parameters")) for each in found]
+    value = parsed(span.attributes.get(names.GEN_AI_TOOLS))
+    listed = [tool for tool in value if isinstance(tool, Mapping)] if isinstance(value, list) else []
+    schemas = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in listed]
+    return [make_schema(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in schemas]
 
 
 genai = Adapter("genai", _turn)

@@ -104,10 +104,10 @@ def _text(text: Any) -> str | None:
 def _rewards(rewards: Any) -> dict[str, float] | None:
     if rewards is None:
         return None
-    named = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
-    if len(named) > MAX_REWARDS:
-        raise ValueError(f"an agent may return at most {MAX_REWARDS} rewards, not {len(named)}")
-    return {_name(name): _number(value) for name, value in named.items()}
+    by_name = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
+    if len(by_name) > MAX_REWARDS:
+        raise ValueError(f"an agent may return at most {MAX_REWARDS} rewards, not {len(by_name)}")
+    return {_name(name): _number(value) for name, value in by_name.items()}
 
 
 def _name(name: Any) -> str:

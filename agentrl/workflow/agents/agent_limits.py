@@ -20,13 +20,13 @@ NOBODY = "65534"
 TRIAL_SECONDS = 20.0
 
 
-def check_held(asked: AgentConfig) -> None:
+def check_held(agent: AgentConfig) -> None:
     """Check that this machine has the agent's program and its sandbox.
 
     Raises:
         ConfigError: it has not.
     """
-    if asked.sandboxed:
+    if agent.sandboxed:
         program = shutil.which("bwrap")
         if program is None:
             hint = (
@@ -35,14 +35,14 @@ def check_held(asked: AgentConfig) -> None:
             if settings().image:
                 hint = "Pass --agent-unsafe: the agents service itself is a sandbox, shared by all its agents."
             raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
-        if said := _refusal(program, asked.network == "endpoint"):
+        if reason := _refusal(program, agent.network == "endpoint"):
             raise ConfigError(
-                f"The agent needs bubblewrap, which cannot start a sandbox here: {said}.",
+                f"The agent needs bubblewrap, which cannot start a sandbox here: {reason}.",
                 "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
                 "can be harmed.",
             )
-    if asked.sandboxed or asked.command:
-        command_of(asked)
+    if agent.sandboxed or agent.command:
+        command_of(agent)
 
 
 @cache
@@ -58,49 +58,49 @@ def _refusal(program: str, alone: bool) -> str:
         done = subprocess.run(command, capture_output=True, timeout=TRIAL_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    said = " ".join(done.stderr.decode("utf-8", "replace").split())[:300]
-    return (said or f"exit code {done.returncode}").rstrip(".") if done.returncode else ""
+    text = " ".join(done.stderr.decode("utf-8", "replace").split())[:300]
+    return (text or f"exit code {done.returncode}").rstrip(".") if done.returncode else ""
 
 
-def command_of(asked: AgentConfig) -> list[str]:
+def command_of(agent: AgentConfig) -> list[str]:
     """Return the agent's command, with absolute paths for files in this folder: the program runs in another folder.
 
     Raises:
         ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
     """
-    if not asked.command:
-        words = [sys.executable, "-P", "-m", FUNCTION, asked.name]
+    if not agent.command:
+        args = [sys.executable, "-P", "-m", FUNCTION, agent.name]
     else:
         here = Path.cwd()
-        words = [str(here / word) if not word.startswith("-") and (here / word).is_file() else word for word in asked.command]
-        words[0] = _find_program(words[0], asked.sandboxed)
-    if asked.sandboxed:
-        for folder in sorted(folders_of(words)):
+        args = [str(here / arg) if not arg.startswith("-") and (here / arg).is_file() else arg for arg in agent.command]
+        args[0] = _find_program(args[0], agent.sandboxed)
+    if agent.sandboxed:
+        for folder in sorted(folders_of(args)):
             if not may_read(folder):
                 raise ConfigError(
                     f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.",
                     "Make it readable for every user, use another program (cmd:/usr/bin/python3 agent.py), "
                     "or pass --agent-unsafe on a machine where nothing else can be harmed.",
                 )
-    return words
+    return args
 
 
 def _find_program(name: str, sandboxed: bool) -> str:
     folders = [folder for folder in os.get_exec_path() if not sandboxed or (Path(folder).is_dir() and may_read(Path(folder)))]
-    found = shutil.which(name, path=os.pathsep.join(folders))
-    if found is None and sandboxed and name in ("python", "python3") and Path(SYSTEM_PYTHON).exists():
+    program = shutil.which(name, path=os.pathsep.join(folders))
+    if program is None and sandboxed and name in ("python", "python3") and Path(SYSTEM_PYTHON).exists():
         return SYSTEM_PYTHON
-    if found is None:
+    if program is None:
         where = " where the sandbox's user can read it" if sandboxed and shutil.which(name) else ""
         raise ConfigError(
             f"The agent's program {name!r} is not found on PATH{where}.", "Write --agent 'cmd:PROGRAM ARGUMENTS'."
         )
-    return found
+    return program
 
 
-def folders_of(words: list[str]) -> set[Path]:
+def folders_of(args: list[str]) -> set[Path]:
     """Return the folders of the files in a command, and of the targets of links."""
-    paths = [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
+    paths = [Path(arg) for arg in args if arg.startswith("/") and Path(arg).exists()]
     return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
 
 

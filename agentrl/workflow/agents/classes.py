@@ -29,17 +29,19 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__} has no rollout(task, resources, llm)")
 
 
-def is_class_agent(found: Any) -> bool:
+def is_class_agent(value: Any) -> bool:
     """Return whether the value is an agent class or an instance of one."""
-    return any(callable(getattr(found, way, None)) for way in WAYS)
+    return any(callable(getattr(value, way, None)) for way in WAYS)
 
 
-def as_function(found: Any) -> Callable[..., Any]:
+def as_function(value: Any) -> Callable[..., Any]:
     """Return the agent as a function of the task and the model."""
-    if not is_class_agent(found):
-        function: Callable[..., Any] = found
-        return function if {each.name for each in _parameters(function)} <= {"task", "llm"} else partial(_call, function)
-    agent = found() if isinstance(found, type) else found
+    if not is_class_agent(value):
+        function: Callable[..., Any] = value
+        return (
+            function if {parameter.name for parameter in _parameters(function)} <= {"task", "llm"} else partial(_call, function)
+        )
+    agent = value() if isinstance(value, type) else value
 
     def solve(task: AgentTask, llm: LLM) -> Any:
         return _roll(agent, task, llm)
@@ -54,16 +56,18 @@ def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
         texts: the names of the run's texts.
     """
     taken = _parameters(function)
-    known = [
-        each.name for each in taken if each.kind is not each.POSITIONAL_ONLY and (each.name in texts or each.name in GIVEN)
+    names = [
+        parameter.name
+        for parameter in taken
+        if parameter.kind is not parameter.POSITIONAL_ONLY and (parameter.name in texts or parameter.name in GIVEN)
     ]
-    unknown = [each for each in taken if each.name not in known and each.default is each.empty]
-    return known if not unknown and any(name == "resources" or name in texts for name in known) else []
+    unknown = [parameter for parameter in taken if parameter.name not in names and parameter.default is parameter.empty]
+    return names if not unknown and any(name == "resources" or name in texts for name in names) else []
 
 
 def wants(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function agent has an argument with that name."""
-    return any(each.name == name for each in _parameters(function))
+    return any(parameter.name == name for parameter in _parameters(function))
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -71,7 +75,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         taken = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of some built-in ones nothing is known
         return []
-    return [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return [parameter for parameter in taken if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
 
 
 def _call(function: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
@@ -85,10 +89,10 @@ def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
     return {**task.resources, "llm": llm}
 
 
-def ways_of(found: Any) -> list[Callable[..., Any]]:
+def ways_of(agent: Any) -> list[Callable[..., Any]]:
     """Return its methods in `WAYS`: overridden ones, or those of `Agent`."""
-    methods = [getattr(found, way, None) for way in WAYS]
-    return [each for each in methods if callable(each) and getattr(each, "__func__", each) is not Agent.rollout]
+    methods = [getattr(agent, way, None) for way in WAYS]
+    return [method for method in methods if callable(method) and getattr(method, "__func__", method) is not Agent.rollout]
 
 
 def _roll(agent: Any, task: AgentTask, llm: LLM) -> Any:

@@ -18,8 +18,8 @@ def new_emit_key() -> str:
 
 def sampling_key(emit_key: str) -> str:
     """Return the sampling key of the same attempt."""
-    made = hashlib.sha256(b"agentrl sampling key\0" + emit_key.encode(errors="surrogateescape")).digest()
-    return PREFIX + base64.urlsafe_b64encode(made).decode().rstrip("=")
+    digest = hashlib.sha256(b"agentrl sampling key\0" + emit_key.encode(errors="surrogateescape")).digest()
+    return PREFIX + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def key_hash(key: str) -> str:

@@ -85,43 +85,45 @@ def find_gradient(name: str) -> Algorithm:
     Raises:
         ConfigError: there is none of that name, or it is a search.
     """
-    found = find("algorithms", name)
-    if not isinstance(found, Algorithm):
+    algorithm = find("algorithms", name)
+    if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"The algorithm {name!r} changes prompts, not weights.", "Use one that trains, such as grpo.")
-    return found
+    return algorithm
 
 
 def gradients() -> dict[str, Algorithm]:
     """Return the built-in training algorithms, by name."""
-    found = {name: find("algorithms", name) for name in names("algorithms")}
-    return {name: each for name, each in found.items() if isinstance(each, Algorithm)}
+    algorithms = {name: find("algorithms", name) for name in names("algorithms")}
+    return {name: algorithm for name, algorithm in algorithms.items() if isinstance(algorithm, Algorithm)}
 
 
-def searches(found: Any) -> bool:
+def searches(algorithm: Any) -> bool:
     """Return whether an algorithm's name belongs to a search."""
-    return isinstance(found, Search) or (not isinstance(found, Algorithm) and callable(getattr(found, "run", None)))
+    return isinstance(algorithm, Search) or (not isinstance(algorithm, Algorithm) and callable(getattr(algorithm, "run", None)))
 
 
-def search_function(found: Any) -> Callable[..., Any]:
+def search_function(algorithm: Any) -> Callable[..., Any]:
     """Return the function of a search.
 
     Raises:
         ConfigError: its package is not installed, or its class cannot be made without arguments.
     """
-    if not isinstance(found, Search):
+    if not isinstance(algorithm, Search):
         try:
-            own: Callable[..., Any] = (found() if isinstance(found, type) else found).run
+            own: Callable[..., Any] = (algorithm() if isinstance(algorithm, type) else algorithm).run
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"Cannot create the algorithm {found.__name__!r} without arguments: {said}.") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"Cannot create the algorithm {algorithm.__name__!r} without arguments: {problem}.") from error
         return own
-    module, _, name = found.function.partition(":")
+    module, _, name = algorithm.function.partition(":")
     try:
         function: Callable[..., Any] = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        if not found.needs or error.name != found.needs:
+        if not algorithm.needs or error.name != algorithm.needs:
             raise
-        raise ConfigError(f"{found.name} needs the package {found.needs!r}.", install_command(found.needs)) from error
+        raise ConfigError(
+            f"{algorithm.name} needs the package {algorithm.needs!r}.", install_command(algorithm.needs)
+        ) from error
     return function
 
 
@@ -131,8 +133,8 @@ def resolve_search(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: an option that such a run does not read is set.
     """
-    found, asked = find("algorithms", config.algorithm.name), config.search
-    name = getattr(found, "name", config.algorithm.name)
+    algorithm, search = find("algorithms", config.algorithm.name), config.search
+    name = getattr(algorithm, "name", config.algorithm.name)
     untouched = RunConfig()
     for section in ("update", "critic", "source"):
         if getattr(config, section) != getattr(untouched, section):
@@ -141,26 +143,26 @@ def resolve_search(config: RunConfig) -> RunConfig:
         raise ConfigError(f"Only algorithm.name has an effect with {name}.", "Its options are search.*: agentrl config show")
     for key, instead in (("group_size", "search.group_size"), ("max_staleness", ""), ("dynamic_sampling", "")):
         value = getattr(config.rollout, key)
-        if value not in (getattr(untouched.rollout, key), asked.group_size if instead else None):
+        if value not in (getattr(untouched.rollout, key), search.group_size if instead else None):
             raise ConfigError(f"rollout.{key} has no effect with {name}.", f"Set {instead}." if instead else "Leave it out.")
     if config.iterations is not None or config.epochs not in (untouched.epochs, 1):
         raise ConfigError(f"{name} sets its own length.", "Leave epochs and iterations out.")
-    options = _search_options(found, name, asked)
-    rollout = config.rollout.model_copy(update={"group_size": asked.group_size})
-    return config.model_copy(update={"epochs": 1, "rollout": rollout, "search": asked.model_copy(update=options)})
+    options = _search_options(algorithm, name, search)
+    rollout = config.rollout.model_copy(update={"group_size": search.group_size})
+    return config.model_copy(update={"epochs": 1, "rollout": rollout, "search": search.model_copy(update=options)})
 
 
-def _search_options(found: Any, name: str, asked: SearchConfig) -> dict[str, Any]:
-    if not isinstance(found, Search):
+def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str, Any]:
+    if not isinstance(algorithm, Search):
         return {}
-    given = {key: getattr(asked, key) for key in SEARCH_OPTIONS if getattr(asked, key) is not None}
-    if not found.chooses:
-        given |= {key: 0 for key in ("choose_tasks", "held_out_tasks") if getattr(asked, key) != getattr(SearchConfig(), key)}
+    given = {key: getattr(search, key) for key in SEARCH_OPTIONS if getattr(search, key) is not None}
+    if not algorithm.chooses:
+        given |= {key: 0 for key in ("choose_tasks", "held_out_tasks") if getattr(search, key) != getattr(SearchConfig(), key)}
     for key in given:
-        if key not in found.options:
-            takes = ", ".join(f"search.{each}" for each in found.options) or "none of them"
+        if key not in algorithm.options:
+            takes = ", ".join(f"search.{option}" for option in algorithm.options) or "none of them"
             raise ConfigError(f"search.{key} has no effect with {name}.", f"It takes {takes}.")
-    return {**found.options, **given}
+    return {**algorithm.options, **given}
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:

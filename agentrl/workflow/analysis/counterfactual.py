@@ -122,8 +122,8 @@ def _finding(options: AlgorithmConfig, is_own: bool, look: UpdatePreview, own: U
 
 def _cosine(one: Tensor, other: Tensor) -> float | None:
     """The cosine of two vectors; None where one of them is 0."""
-    found = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
-    return found if isfinite(found) else None
+    cosine = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
+    return cosine if isfinite(cosine) else None
 
 
 def _dot(one: Tensor, other: Tensor) -> float:

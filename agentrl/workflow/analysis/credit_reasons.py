@@ -56,8 +56,8 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
     """Return `value` (the recorded advantage), `how` it came about, what it was computed from, whether that leads to the
     record.
     """
-    rewards = [each.reward for each in credit.group]
-    told: dict[str, Any] = {
+    rewards = [member.reward for member in credit.group]
+    explanation: dict[str, Any] = {
         "value": credit.recorded,
         "algorithm": credit.algorithm,
         "reward": None if credit.own is None else credit.own.reward,
@@ -66,9 +66,9 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
         "group_size": len(rewards),
     }
     if credit.recorded is None:
-        return {**told, "how": NO_RECORD, "numbers": {}, "computed": None, "agrees": None}
+        return {**explanation, "how": NO_RECORD, "numbers": {}, "computed": None, "agrees": None}
     if credit.own is None or credit.algorithm is None or not all(map(math.isfinite, rewards)):
-        return {**told, "how": NOT_KNOWN, "numbers": {}, "computed": None, "agrees": None}
+        return {**explanation, "how": NOT_KNOWN, "numbers": {}, "computed": None, "agrees": None}
     computed, how, numbers = _explanation(credit)
     agrees = _agree(computed, credit.recorded)
     if agrees is False and credit.recorded == 0:
@@ -80,7 +80,7 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
         how = (
             f"{how} ; the update recorded {credit.recorded:.6g}: its rewards, or those it was compared with, have changed since"
         )
-    return {**told, "how": how, "numbers": numbers, "computed": computed, "agrees": agrees}
+    return {**explanation, "how": how, "numbers": numbers, "computed": computed, "agrees": agrees}
 
 
 def _agree(computed: float | None, recorded: float | None) -> bool | None:
@@ -100,12 +100,12 @@ Explained = tuple[float | None, str, dict[str, float]]
 
 
 def _explanation(credit: Credit) -> Explained:
-    found = _EXPLAIN.get(credit.algorithm or "")
-    if found is None:
+    explain = _EXPLAIN.get(credit.algorithm or "")
+    if explain is None:
         return None, UNKNOWN, {}
     if credit.options.get("kl_in") == "reward" and credit.options.get("kl_coef"):
         return None, "a KL, which is not stored, was taken off the rewards token by token: the mean over its tokens", {}
-    return found(credit)
+    return explain(credit)
 
 
 def _own_reward(credit: Credit) -> float:
@@ -115,7 +115,7 @@ def _own_reward(credit: Credit) -> float:
 
 def _offset(credit: Credit) -> tuple[float, float]:
     """R - mean of the group, exactly 0 where all are equal; and the mean."""
-    rewards = [each.reward for each in credit.group]
+    rewards = [member.reward for member in credit.group]
     mean = fmean(rewards)
     return (0.0 if len(set(rewards)) == 1 else _own_reward(credit) - mean), mean
 
@@ -127,12 +127,12 @@ def _epsilon(credit: Credit) -> float:
 def _relative_to_group(credit: Credit) -> Explained:
     offset, mean = _offset(credit)
     scale = credit.options.get("scale") or ("none" if credit.algorithm == "dr_grpo" else "group")
-    reward, rewards = _own_reward(credit), [each.reward for each in credit.group]
+    reward, rewards = _own_reward(credit), [member.reward for member in credit.group]
     if scale == "none":
         return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
     if scale == "group" and len(rewards) == 1:
         return reward / (1 + _epsilon(credit)), f"a group of one keeps its reward: {reward:g}", {}
-    among = rewards if scale == "group" else [each.reward for each in credit.update()]
+    among = rewards if scale == "group" else [member.reward for member in credit.update()]
     spread = _deviation(among)
     if spread is None:
         return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
@@ -155,7 +155,7 @@ def _leave_one_out(credit: Credit) -> Explained:
 
 
 def _best_of_group(credit: Credit) -> Explained:
-    rewards = sorted((each.reward for each in credit.group), reverse=True)
+    rewards = sorted((member.reward for member in credit.group), reverse=True)
     if len(rewards) < 2 or _own_reward(credit) < rewards[0] or rewards[0] == rewards[1]:
         several = len(rewards) > 1 and rewards[0] == rewards[1] == _own_reward(credit)
         return (
@@ -170,14 +170,14 @@ def _best_of_group(credit: Credit) -> Explained:
 
 
 def _optimal_baseline(credit: Credit) -> Explained:
-    rewards = [each.reward for each in credit.group]
-    lengths = [each.tokens for each in credit.group]
+    rewards = [member.reward for member in credit.group]
+    lengths = [member.tokens for member in credit.group]
     if not sum(lengths):
         return None, "reward - mean of the group, weighed by length", {}
     mean = fmean(rewards)
     offsets = [0.0 if len(set(rewards)) == 1 else reward - mean for reward in rewards]
     offset, _ = _offset(credit)
-    shift = sum(length * each for length, each in zip(lengths, offsets, strict=True)) / sum(lengths)
+    shift = sum(length * lead for length, lead in zip(lengths, offsets, strict=True)) / sum(lengths)
     value = offset - shift
     how = (
         f"reward - mean of the group, weighed by the tokens that each sampled: "
@@ -190,11 +190,13 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
     update = credit.update()
     means = _group_means(update)
     offset, mean = _offset(credit)
-    offsets = [(0.0 if equal else each.reward - among, each.tokens) for each in update for among, equal in [means[each.group]]]
-    found = _moments(offsets)
-    if found is None:
+    offsets = [
+        (0.0 if equal else member.reward - among, member.tokens) for member in update for among, equal in [means[member.group]]
+    ]
+    moments = _moments(offsets)
+    if moments is None:
         return 0.0, "0: all tokens of the update have the same lead over their groups", {}
-    centre, variance = found
+    centre, variance = moments
     value = (offset - centre) / math.sqrt(variance + WHITEN_EPSILON)
     how = (
         f"reward - group mean, whitened over all tokens of the update: "
@@ -206,8 +208,8 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
     """Group -> the mean of its rewards, and whether they are all equal."""
     rewards: dict[int, list[float]] = {}
-    for each in update:
-        rewards.setdefault(each.group, []).append(each.reward)
+    for member in update:
+        rewards.setdefault(member.group, []).append(member.reward)
     return {group: (fmean(some), len(set(some)) == 1) for group, some in rewards.items()}
 
 
@@ -222,8 +224,8 @@ def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
 
 def _returns_to_go(credit: Credit) -> Explained:
     discount = credit.options.get("discount")
-    each = "" if discount in (None, 1, 1.0) else f", discounted by {discount:g} a token"
-    how = f"the mean over its tokens of the later rewards{each}; it earned {_own_reward(credit):g}"
+    discounting = "" if discount in (None, 1, 1.0) else f", discounted by {discount:g} a token"
+    how = f"the mean over its tokens of the later rewards{discounting}; it earned {_own_reward(credit):g}"
     return None, how, {}
 
 
@@ -272,16 +274,16 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
     taught = [step for steps in chains_of(read) for step in steps if step.index not in idle and step.sampled_ids]
     rest = float(episode.reward or 0.0) - sum(step.reward for step in read.steps)
     last = {step.chain: step.index for step in taught}
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     following, chain = 0.0, None
     for step in reversed(taught):
         earned = step.reward
         if last[step.chain] == step.index:
             earned += rest + sum(one.reward for one in read.steps if one.index > step.index and one.chain != step.chain)
         at_end = earned + (discount * following if step.chain == chain else 0.0)
-        found.append(Stretch(numbers[step.index], len(step.sampled_ids), at_end))
+        stretches.append(Stretch(numbers[step.index], len(step.sampled_ids), at_end))
         following, chain = at_end * discount ** (len(step.sampled_ids) - 1), step.chain
-    return found[::-1]
+    return stretches[::-1]
 
 
 def credit_by_returns(
@@ -292,7 +294,7 @@ def credit_by_returns(
     Args:
         episodes: all that the update read; without whitening the one suffices.
     """
-    returns = {each.id: returns_of(each, discount) for each in episodes}
+    returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)
     return {stretch.step: _token_values(stretch, discount, move, scale) for stretch in returns.get(episode, ())}
 
@@ -306,7 +308,7 @@ def _token_values(stretch: Stretch, discount: float, move: float, scale: float) 
 
 def _whitening(episodes: Sequence[Sequence[Stretch]], discount: float) -> tuple[float, float]:
     """Mean of all tokens' returns, and 1 / their deviation; 0 where they are all equal."""
-    stretches = [stretch for each in episodes for stretch in each]
+    stretches = [stretch for returns in episodes for stretch in returns]
     count = sum(stretch.tokens for stretch in stretches)
     longest = max((stretch.tokens for stretch in stretches), default=0)
     alike = len({stretch.value for stretch in stretches}) < 2 and (discount == 1.0 or longest < 2)

@@ -111,8 +111,8 @@ def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
         same = theirs.get(_key(left, chain))
         pairs.append((chain, same.pop() if same else None))
     rest = iter(sorted((chain for chains in theirs.values() for chain in chains), key=lambda chain: chain[0].index))
-    found = [(one, next(rest, ()) if other is None else other) for one, other in pairs]
-    return [*found, *(((), other) for other in rest)]
+    chain_pairs = [(one, next(rest, ()) if other is None else other) for one, other in pairs]
+    return [*chain_pairs, *(((), other) for other in rest)]
 
 
 def _key(episode: Episode, chain: Chain) -> tuple[tuple[int, ...], ...]:
@@ -130,8 +130,8 @@ def _first_difference(
             common += index
             if index < max(len(one.ids), len(other.ids)):
                 longer = max(one, other, key=lambda part: len(part.ids))
-                found = TokenDifference(longer.step, longer.part, index, (_at(one.ids, index), _at(other.ids, index)))
-                return common, found
+                difference = TokenDifference(longer.step, longer.part, index, (_at(one.ids, index), _at(other.ids, index)))
+                return common, difference
     return common, None
 
 
@@ -162,9 +162,9 @@ def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[Result
         for left, right in zip_longest(ours, theirs):
             one, other = _results(left), _results(right)
             step = right.index if left is None else left.index
-            for call, (said, also) in enumerate(zip_longest(one, other)):
-                if said != also:
-                    yield ResultDifference(step, call, said, also)
+            for call, (result, other_result) in enumerate(zip_longest(one, other)):
+                if result != other_result:
+                    yield ResultDifference(step, call, result, other_result)
 
 
 def _results(step: Step | None) -> list[str]:

@@ -32,5 +32,5 @@ SENTENCES = {
 def fate_sentence(fate: Mapping[str, Any]) -> str:
     """Return the sentence of a fate, as `ledger.explain_fate` tells it."""
     error = one_line(fate["error"] or "", 1000)
-    shown = {**fate, "error": error, "advantage": cell(fate["advantage"])}
-    return SENTENCES.get(fate["fate"], "the outcome is not known").format(**shown)
+    fields = {**fate, "error": error, "advantage": cell(fate["advantage"])}
+    return SENTENCES.get(fate["fate"], "the outcome is not known").format(**fields)

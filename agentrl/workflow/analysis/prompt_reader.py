@@ -24,11 +24,11 @@ class PromptReader:
         ModelError: the folder holds no tokenizer with a template.
     """
 
-    def __init__(self, made: Experiment, folder: Path) -> None:
-        self._made = made
-        self._chat: Chat = load_chat(made.config.model, folder)
-        self._schemas = tuple(tool.schema for tool in made.tools.values())
-        self.window = context_and_vocabulary(folder, made.config.model.trust_remote_code)[0]
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self._experiment = experiment
+        self._chat: Chat = load_chat(experiment.config.model, folder)
+        self._schemas = tuple(tool.schema for tool in experiment.tools.values())
+        self.window = context_and_vocabulary(folder, experiment.config.model.trust_remote_code)[0]
 
     def read(self, task: Task) -> FirstPrompt:
         """Return the task's prompt.
@@ -36,5 +36,5 @@ class PromptReader:
         Raises:
             ModelError: the template refuses its messages.
         """
-        ids = self._chat.opening(self._made.env.reset(task), self._schemas)
+        ids = self._chat.opening(self._experiment.env.reset(task), self._schemas)
         return FirstPrompt(self._chat.decode(ids), len(ids))

@@ -55,7 +55,7 @@ def read_in_company(rows: ModelRows, ids: Sequence[int], places: Sequence[int]) 
 
     The tokens are read one by one, beside two other rows. The other rows are the same tokens without the first one or two.
     """
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     cuts = (2, 1, 0) if places[0] > 3 else (0, 0, 0)  # a row needs a token
     try:
         for place, before in zip(places, (None, *places), strict=False):
@@ -63,10 +63,10 @@ def read_in_company(rows: ModelRows, ids: Sequence[int], places: Sequence[int]) 
                 rows.clear()
                 rows.read(0, [tuple(ids[cut : place - 1]) for cut in cuts])
             read = torch.tensor([place - 1 - cut for cut in cuts])
-            found.append(rows.next_logits(torch.full((3,), ids[place - 1]), read)[2])
+            logits.append(rows.next_logits(torch.full((3,), ids[place - 1]), read)[2])
     finally:
         rows.clear()
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
 def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, Tensor], ids: Tensor) -> list[TokenNoise]:

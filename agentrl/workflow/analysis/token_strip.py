@@ -47,15 +47,15 @@ class ChainPlace:
 
 def place_chains(episode: Episode) -> list[ChainPlace]:
     """Return the episode's chains in the line."""
-    found: list[ChainPlace] = []
+    places: list[ChainPlace] = []
     lengths = _line_lengths(episode)
     start = 0
     for steps in chains_of(episode):
         own = sum(len(step.prompt_ids) + len(step.sampled_ids) for step in steps)
         end = start + _context_length(steps[0], lengths) + own
-        found.append(ChainPlace(start, end, steps[0].chain, steps))
+        places.append(ChainPlace(start, end, steps[0].chain, steps))
         start = end
-    return found
+    return places
 
 
 def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[TokenPiece]:
@@ -82,17 +82,17 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
 
 def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
     """What the chain begins with: the line of the step that its first one continues, as far as it does."""
-    found: list[TokenPiece] = []
+    pieces: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
         if step.shared is not None and step.shared < end:
             end = step.shared
-            found = _before(found, end)
+            pieces = _before(pieces, end)
         for kind, ids in (("prompt", step.prompt_ids), ("sampled", step.sampled_ids)):
             if ids:
-                found.append(TokenPiece(end, end + len(ids), kind, step.index, place.chain, shared=True))  # type: ignore[arg-type]
+                pieces.append(TokenPiece(end, end + len(ids), kind, step.index, place.chain, shared=True))  # type: ignore[arg-type]
                 end += len(ids)
-    moved = (replace(piece, start=piece.start + place.start, end=piece.end + place.start) for piece in _before(found, length))
+    moved = (replace(piece, start=piece.start + place.start, end=piece.end + place.start) for piece in _before(pieces, length))
     return list(moved)
 
 
@@ -109,7 +109,7 @@ def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
 
 def _line_lengths(episode: Episode) -> dict[int, int]:
     """Index of a step -> the number of tokens of its line; what continues a step that is not there begins anew."""
-    found = {ROOT: 0}
+    lengths = {ROOT: 0}
     for step in episode.steps:
-        found[step.index] = _context_length(step, found) + len(step.prompt_ids) + len(step.sampled_ids)
-    return found
+        lengths[step.index] = _context_length(step, lengths) + len(step.prompt_ids) + len(step.sampled_ids)
+    return lengths

@@ -20,7 +20,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
-        yield from said_lines([each for each in record.episode.annotations if each.step is None])
+        yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step is None])
     idle = reasons_not_to_train(record.episode)
     for step in record.episode.steps:
         if only in (None, step.index):
@@ -29,7 +29,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
             if idle.get(step.index) == UNREAD:
                 yield f"  does not train: {UNREAD}", "yellow"
-            yield from said_lines([each for each in record.episode.annotations if each.step == step.index])
+            yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step == step.index])
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":
                     yield f"  earned {part['part']}: {cell(part['value'])} x {cell(part['weight'])}", "green"
@@ -45,9 +45,9 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
     heard: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
-        made = zip_longest(step.message.tool_calls, step.results or ())
+        pairs = zip_longest(step.message.tool_calls, step.results or ())
         yield from _step_lines(
-            step, row, [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(made)], heard
+            step, row, [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(pairs)], heard
         )
         heard = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
@@ -57,13 +57,18 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
 
 def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) -> dict[str, Any]:
     """A row as the database would have it, for a call that was made here."""
-    told = result or ToolResult("")
+    outcome = result or ToolResult("")
     return {
         **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "loose": call.loose},
         **{"attempts": 1, "queue_seconds": None},
-        **{"status": "not made", "result": result and told.content, "error_class": told.error_class, "seconds": told.seconds},
-        **{"sandbox": told.exit and told.exit.sandbox, "exit_code": told.exit and told.exit.code},
-        "cpu_seconds": told.cpu_seconds or 0.0,
+        **{
+            "status": "not made",
+            "result": result and outcome.content,
+            "error_class": outcome.error_class,
+            "seconds": outcome.seconds,
+        },
+        **{"sandbox": outcome.exit and outcome.exit.sandbox, "exit_code": outcome.exit and outcome.exit.code},
+        "cpu_seconds": outcome.cpu_seconds or 0.0,
     }
 
 
@@ -75,7 +80,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
         "agent_error": record.agent_error,
         "agent_output": record.agent_output,
         "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
-        "annotations": [asdict(each) for each in record.episode.annotations if only in (None, each.step)],
+        "annotations": [asdict(annotation) for annotation in record.episode.annotations if only in (None, annotation.step)],
         "grades": record.grades,
         "steps": [
             {
@@ -124,13 +129,13 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
         if parent != ROOT:
             begins = f", from step {parent}" + ("" if first.shared is None else f" ({first.shared} tokens shared)")
         why = f": {one_line(first.new_row, 200)}" if first.new_row else ""
-        named = ", ".join(f"{step.index}{'' if step.delivered else ' (not delivered)'}" for step in steps)
+        numbers = ", ".join(f"{step.index}{'' if step.delivered else ' (not delivered)'}" for step in steps)
         word = "step" if len(steps) == 1 else "steps"
-        yield f"  {'  ' * min(depth, 20)}chain {first.chain}: {word} {named}{begins}{why}", ""
+        yield f"  {'  ' * min(depth, 20)}chain {first.chain}: {word} {numbers}{begins}{why}", ""
 
 
-def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iterator[Line]:
-    """The lines of a step; `shown`: the results under the step before; a tool's message that is not among them was edited."""
+def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) -> Iterator[Line]:
+    """The lines of a step; `seen_results`: those under the step before; a tool's message that is not among them was edited."""
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
@@ -145,7 +150,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
     for message in step.prompt:
         if message.role != "tool":
             yield from _message_lines(message.role, message.content, STYLES[message.role])
-        elif message.content not in shown:
+        elif message.content not in seen_results:
             yield from _message_lines("tool (edited)", message.content, STYLES["tool"])
     if step.message.thought:
         yield from _message_lines("thought", step.message.thought, "italic dim")
@@ -156,13 +161,13 @@ def _step_lines(step: Step, row: Any, calls: list[Any], shown: set[str]) -> Iter
     yield f"  {_logprob_text(step)}", "dim"
 
 
-def said_lines(said: Sequence[Annotation]) -> Iterator[Line]:
+def said_lines(annotations: Sequence[Annotation]) -> Iterator[Line]:
     """Yield what its agent, tools and hooks said, a line each."""
-    for each in said:
-        took = "" if each.seconds is None else f" ({each.seconds:.3f} s)"
-        told = json.dumps(dict(each.data), ensure_ascii=False) if each.data else ""
-        name = f" {one_line(each.name, 100)}" if each.name else ""
-        yield f"  {each.source} said: {each.kind}{name}{took}  {one_line(told, 1000)}".rstrip(), "magenta"
+    for annotation in annotations:
+        took = "" if annotation.seconds is None else f" ({annotation.seconds:.3f} s)"
+        data = json.dumps(dict(annotation.data), ensure_ascii=False) if annotation.data else ""
+        name = f" {one_line(annotation.name, 100)}" if annotation.name else ""
+        yield f"  {annotation.source} said: {annotation.kind}{name}{took}  {one_line(data, 1000)}".rstrip(), "magenta"
 
 
 def _message_lines(who: str, text: str, style: str) -> Iterator[Line]:
@@ -207,8 +212,8 @@ def _end_lines(record: Any) -> Iterator[Line]:
         yield "  the agent printed:", "bold"
         yield _indent(record.agent_output.strip()), "dim"
     for grade in record.grades:
-        said = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
-        yield f"  judged by {grade['tool']}: {said}", "red" if grade["error_class"] else ""
+        verdict = grade["status"] if grade["result"] is None else f"{one_line(grade['result'], 200)} ({grade['seconds']:.3f} s)"
+        yield f"  judged by {grade['tool']}: {verdict}", "red" if grade["error_class"] else ""
     for (chosen, name), rows in groupby(record.rewards, lambda row: (row["reward_set"], row["part"])):
         yield f"  {name}: {_format_part(list(rows))}" + ("" if chosen == "default" else f" (reward set {chosen})"), ""
     if row["status"] == "done":  # only done episodes have a recorded final answer

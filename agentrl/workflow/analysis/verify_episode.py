@@ -111,7 +111,7 @@ def check_tools(
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
     taken = Counter(reason for _, reason in own if reason)
     inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
-    differences = [found for call, reason in own if not reason and (found := _run_again(call, run))]
+    differences = [difference for call, reason in own if not reason and (difference := _run_again(call, run))]
     steps = episode.steps[episode.inherited :]
     misread = [other for step in steps if (other := _read_again(episode, step, reads))]
     return ToolsReport(
@@ -126,20 +126,20 @@ def check_tools(
 
 
 def _run_again(call: Mapping[str, Any], run: Run) -> CallDifference | None:
-    found = run(call["tool"], call["arguments"])
+    result = run(call["tool"], call["arguments"])
     recorded = ToolResult(call["result"], call["error_class"], call["seconds"])
-    if (found.content, found.error_class) == (recorded.content, recorded.error_class):
+    if (result.content, result.error_class) == (recorded.content, recorded.error_class):
         return None
-    return CallDifference(call["step"], call["call"], call["tool"], recorded, found)
+    return CallDifference(call["step"], call["call"], call["tool"], recorded, result)
 
 
 def _read_again(episode: Episode, step: Step, reads: Reads) -> MessageDifference | None:
     """The first of the step's messages that is another than the env's."""
     try:
-        found = reads(replace(episode, steps=episode.steps[: step.index]))
+        messages = reads(replace(episode, steps=episode.steps[: step.index]))
     except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; that it raises now is the difference
         return MessageDifference(step.index, 0, step.prompt[0] if step.prompt else None, f"{type(error).__name__}: {error}")
-    for index, (ours, theirs) in enumerate(zip_longest(step.prompt, found)):
+    for index, (ours, theirs) in enumerate(zip_longest(step.prompt, messages)):
         if ours is None or theirs is None or _words(ours) != _words(theirs):
             return MessageDifference(step.index, index, ours, theirs)
     return None
@@ -285,8 +285,8 @@ class TokensReport:
     @property
     def same(self) -> bool:
         """Whether nothing that could be verified differs; ties do not."""
-        found = (self.prompt, self.logprob, self.draw, self.ending)
-        return all(difference is None for difference in found) and (self.noise is None or self.noise.same)
+        differences = (self.prompt, self.logprob, self.draw, self.ending)
+        return all(difference is None for difference in differences) and (self.noise is None or self.noise.same)
 
     @property
     def compared_count(self) -> int:
@@ -301,13 +301,13 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
         policies: what each step was sampled with.
         collected: when the weights' files were removed to save space, by step.
     """
-    found = {}
+    reasons = {}
     for step, ref in policies.items():
         if step in collected:
-            found[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
+            reasons[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
         elif ref.path and not is_url(ref.path) and not weights_of(Path(ref.path)).is_file():
-            found[step] = f"policy v{ref.version} is gone from {ref.path!r}"
-    return {step: f"{said}: its tokens cannot be verified." for step, said in found.items()}
+            reasons[step] = f"policy v{ref.version} is gone from {ref.path!r}"
+    return {step: f"{reason}: its tokens cannot be verified." for step, reason in reasons.items()}
 
 
 # rewards
@@ -375,26 +375,26 @@ def check_rewards(
     same_code = False
     try:
         same_code = scoring_hash(env, weights) == code
-        found = score_episode(env, replace(episode, status="done", reward=None, rewards={}), weights)
-        hooks = tuple(part for part in hooks if part not in found)
-        sums = {SCALAR: total_reward({**found, **{part: recorded[part] for part in hooks}}, weights)}
+        parts = score_episode(env, replace(episode, status="done", reward=None, rewards={}), weights)
+        hooks = tuple(part for part in hooks if part not in parts)
+        sums = {SCALAR: total_reward({**parts, **{part: recorded[part] for part in hooks}}, weights)}
     except (ConfigError, RewardError) as error:  # the other reward sets are verified all the same
         return RewardsReport(reward_set, 0, hooks, same_code, error=str(error))
     differences = [
-        difference for name, part in found.items() for difference in _reward_differences(name, recorded.get(name), part)
+        difference for name, part in parts.items() for difference in _reward_differences(name, recorded.get(name), part)
     ]
     differences += [
-        RewardDifference(name, part_sum(recorded[name]), None) for name in weights if name in recorded.keys() - found
+        RewardDifference(name, part_sum(recorded[name]), None) for name in weights if name in recorded.keys() - parts
     ]
     if reward_set == "default":
         differences += _reward_differences(SCALAR, episode.reward, sums[SCALAR])
-    return RewardsReport(reward_set, len(found), hooks, same_code, tuple(differences))
+    return RewardsReport(reward_set, len(parts), hooks, same_code, tuple(differences))
 
 
-def _reward_differences(name: str, recorded: Part | None, found: Part) -> Iterator[RewardDifference]:
-    if isinstance(recorded, tuple) and isinstance(found, tuple):
-        for step, (ours, theirs) in enumerate(zip_longest(recorded, found)):
+def _reward_differences(name: str, recorded: Part | None, part: Part) -> Iterator[RewardDifference]:
+    if isinstance(recorded, tuple) and isinstance(part, tuple):
+        for step, (ours, theirs) in enumerate(zip_longest(recorded, part)):
             if ours != theirs:
                 yield RewardDifference(name, ours, theirs, step)
-    elif recorded != found:
-        yield RewardDifference(name, None if recorded is None else part_sum(recorded), part_sum(found))
+    elif recorded != part:
+        yield RewardDifference(name, None if recorded is None else part_sum(recorded), part_sum(part))

@@ -167,9 +167,9 @@ def check_tokens(
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
-    asked = sampling or (lambda number: (rollout, key))
+    sampling_of = sampling or (lambda number: (rollout, key))
     rows = open_rows(policy) if there and _has_measurable_noise(policy, rollout.engine) else None
-    tokens = sorted(_rescore(episode, there, policy, asked, rows), key=lambda token: (token.step.index, token.index))
+    tokens = sorted(_rescore(episode, there, policy, sampling_of, rows), key=lambda token: (token.step.index, token.index))
     tolerances = _Tolerances(tokens, precision)
     limits = [tolerances.of(token) for token in tokens] or [TOLERANCES[precision]]
     chat = policy.chat if clock is None else policy.chat.at(clock)
@@ -181,13 +181,15 @@ def check_tokens(
         logprob_tolerance=max(limit for limit, _ in limits),
         draw_tolerance=max(limit for _, limit in limits),
         prompts=len(own),
-        prompt=next((found for step in own if (found := _prompt_difference(episode, step, chat, schemas, requests))), None),
+        prompt=next(
+            (difference for step in own if (difference := _prompt_difference(episode, step, chat, schemas, requests))), None
+        ),
         steps=tuple(_score(step, list(group), tolerances, keyed) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted(set(gone.values()))),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
-        ending=next((wrong for step in own if (wrong := _end_difference(step, chat, asked(step.index)[0].stop))), None),
+        ending=next((wrong for step in own if (wrong := _end_difference(step, chat, sampling_of(step.index)[0].stop))), None),
         noise=tolerances.report(tokens),
     )
 
@@ -248,9 +250,9 @@ def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDiff
     ids = step.sampled_ids
     stops = chat.stops(strings) if strings else None
     over = (token in chat.end_ids or (stops and stops.is_completed(ids, n)) for n, token in enumerate(ids, 1))
-    found = next((n for n, is_over in enumerate(over, 1) if is_over), None)
+    end = next((n for n, is_over in enumerate(over, 1) if is_over), None)
     expected = len(ids) if step.finish_reason == "stop" else None
-    return None if found == expected else EndDifference(step.index, len(ids), step.finish_reason, found)
+    return None if end == expected else EndDifference(step.index, len(ids), step.finish_reason, end)
 
 
 # sampled tokens
@@ -277,8 +279,8 @@ def _rescore(
             tokens = [(step, i) for step in steps for i in range(len(step.sampled_ids))]
             draws = torch.cat([_draws(key, len(step.sampled_ids)) for step, key in zip(steps, keys, strict=True)])
             policy.publish(ref)
-            found = _values(policy, ids, places, draws, rollout, rows)
-            yield from (_Token(step, index, *values) for (step, index), values in zip(tokens, found, strict=True))
+            row_values = _values(policy, ids, places, draws, rollout, rows)
+            yield from (_Token(step, index, *values) for (step, index), values in zip(tokens, row_values, strict=True))
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
@@ -290,9 +292,11 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
         if step in steps:
             places += range(len(ids), len(ids) + len(step.sampled_ids))
         ids += step.sampled_ids
-    words = policy.vocabulary
-    if not 0 <= min(ids) <= max(ids) < words:
-        raise ModelError(f"The record has a token outside of the model's {words}: {max(ids) if min(ids) >= 0 else min(ids)}.")
+    vocabulary = policy.vocabulary
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ModelError(
+            f"The record has a token outside of the model's {vocabulary}: {max(ids) if min(ids) >= 0 else min(ids)}."
+        )
     return ids, places
 
 
@@ -357,12 +361,14 @@ def _distance(
     logprobs: Tensor, draws: Tensor, wanted: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
 ) -> Tensor:
     """How far (N,) the draws are from the wanted ids where limits may be rounded: the least; 1 for one that none can give."""
-    found = []
+    distances = []
     for side in (-1, 0, 1):
         floor = _floor(logprobs, rollout, side, tolerances)
         possible = logprobs.gather(-1, wanted[:, None])[:, 0] >= floor
-        found.append(draw_distance(cumulative_probabilities(mask_below(logprobs, floor)), draws, wanted).where(possible, 1.0))
-    return torch.stack(found).amin(0)
+        distances.append(
+            draw_distance(cumulative_probabilities(mask_below(logprobs, floor)), draws, wanted).where(possible, 1.0)
+        )
+    return torch.stack(distances).amin(0)
 
 
 def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tuple[float, float] = (0.0, 0.0)) -> Tensor:

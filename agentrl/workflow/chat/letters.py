@@ -61,5 +61,5 @@ class Letters:
     def _read(self) -> str:
         if not self._waiting:
             return ""
-        known = self._chat.decode(self._before) if self._before else ""
-        return self._chat.decode([*self._before, *self._waiting])[len(known) :]
+        prefix = self._chat.decode(self._before) if self._before else ""
+        return self._chat.decode([*self._before, *self._waiting])[len(prefix) :]

@@ -90,36 +90,36 @@ def _content(
     text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall], offered: Set[str] | None
 ) -> str:
     """The text without its calls, which are appended to `calls`."""
-    kept, at = [], 0
+    pieces, at = [], 0
     think, call = _THINK.search(text), tool_format.begins.search(text)
     while (think or call) and len(calls) <= MAX_CALLS:
         if call is None or (think and think.start() < call.start()):
             assert think is not None
-            found = text.find(END_THINK, think.end())
-            end = len(text) if found < 0 else found + len(END_THINK)
-            calls += _lost_calls(text[think.start() :], tool_format) if found < 0 else []
-            kept.append(text[at:end])
+            close = text.find(END_THINK, think.end())
+            end = len(text) if close < 0 else close + len(END_THINK)
+            calls += _lost_calls(text[think.start() :], tool_format) if close < 0 else []
+            pieces.append(text[at:end])
         else:
-            made, end = _read_calls(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
-            made = _check_offered(made, offered)
-            calls += made
-            kept.append(text[at : end if made[-1].error is not None else call.start()])
+            new_calls, end = _read_calls(text, call.start(), tool_format, tools, MAX_CALLS - len(calls))
+            new_calls = _check_offered(new_calls, offered)
+            calls += new_calls
+            pieces.append(text[at : end if new_calls[-1].error is not None else call.start()])
         at = end
         # Where none was found none follows: it is not looked for again.
         think = _THINK.search(text, at) if think and think.start() < at else think
         call = tool_format.begins.search(text, at) if call and call.start() < at else call
-    return "".join([*kept, text[at:]])
+    return "".join([*pieces, text[at:]])
 
 
 def _read_calls(
-    text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], most: int
+    text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], max_calls: int
 ) -> tuple[tuple[ToolCall, ...], int]:
     """(the calls that begin at `at`, or the one that cannot be read; where their text ends)."""
     try:
         calls, end = tool_format.read(text, at, tools)
     except Unreadable as error:
-        return (unreadable_call(error.why if most > 0 else TOO_MANY),), max(error.end, at + 1)
-    return (calls if 0 < len(calls) <= most else (unreadable_call(TOO_MANY),)), end
+        return (unreadable_call(error.why if max_calls > 0 else TOO_MANY),), max(error.end, at + 1)
+    return (calls if 0 < len(calls) <= max_calls else (unreadable_call(TOO_MANY),)), end
 
 
 def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:

@@ -117,20 +117,20 @@ class Chat:
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Return the prompt of an episode's first step, generation prompt included.
 
         Args:
             options: variables of the template beside these (`template_options`).
-            most: how many tokens may be of use: what has many more is not read to its end.
+            max_tokens: how many tokens may be of use: what has many more is not read to its end.
 
         Raises:
             ModelError: the template refuses these messages or options, or drops a system message; or the options cannot be
                 taken.
-            TooLong: there are far more than `most` tokens.
+            TooLong: there are far more than `max_tokens` tokens.
         """
-        return self._encode(self._render(messages, tools, generate=True, options=options), most)
+        return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 
     def continuation(
         self,
@@ -138,7 +138,7 @@ class Chat:
         tools: Sequence[Schema] = (),
         turn: Sequence[int] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[tuple[int, ...] | None, str]:
         """Return the ids that follow a sampled turn up to the next generation prompt.
 
@@ -148,7 +148,7 @@ class Chat:
             messages: the new messages: tool results or a user's.
             tools: the same as in the opening.
             turn: the sampled ids; None stands for a turn with the end token that the template writes.
-            options, most: the same as in the opening.
+            options, max_tokens: the same as in the opening.
 
         Returns:
             (ids, ""), or (None, the reason) if no ids continue the turn exactly as the template renders it. Then the caller
@@ -159,7 +159,7 @@ class Chat:
         """
         before = self._prefix(tools, options)
         conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
-        whole = self._encode(self._render(conversation, tools, generate=True, options=options), most)
+        whole = self._encode(self._render(conversation, tools, generate=True, options=options), max_tokens)
         rest = whole[len(before.ids) :]
         if whole[: len(before.ids)] != before.ids or not rest or rest[0] not in self._closing:
             return None, self._why_not(messages, tools, options)
@@ -245,9 +245,9 @@ class Chat:
         return whole[len(prompt) :]
 
     def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:
-        found = parse_text(text, self.manner.tool_format, tools)
-        made = tuple(call for call in message.tool_calls if call.error is None)
-        return found.tool_calls == made and message.content.strip() in found.content
+        turn = parse_text(text, self.manner.tool_format, tools)
+        calls = tuple(call for call in message.tool_calls if call.error is None)
+        return turn.tool_calls == calls and message.content.strip() in turn.content
 
     def parse(
         self,
@@ -370,16 +370,16 @@ class Chat:
         stop = len(ids)
         while stop >= 0:
             start = next((place for place in range(stop, 0, -1) if ids[place - 1] in self._closing), 0)
-            _, found, after = self.decode(ids[start:stop]).rpartition(_PROBE_ANSWER.content)
-            if found:
+            _, answer, after = self.decode(ids[start:stop]).rpartition(_PROBE_ANSWER.content)
+            if answer:
                 ends = stop < len(ids) and not after.strip()
                 return _ProbeAnswer(ids[:stop], ids[stop] if ends else None)
             stop = start - 1
         raise ModelError("The chat template drops the assistant's messages.", "Pass an instruct model.")
 
-    def _encode(self, text: str, most: int | None = None) -> tuple[int, ...]:
-        if most is not None:
-            check_length(self._encode, text, most)
+    def _encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+        if max_tokens is not None:
+            check_length(self._encode, text, max_tokens)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _render(
@@ -408,7 +408,7 @@ class Chat:
     ) -> None:
         """Refuse a template that drops a system message. One that only changes its text, such as a switch in it, may do so."""
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
-        marked = [replace(each, content=marks.get(number, each.content)) for number, each in enumerate(messages)]
+        marked = [replace(message, content=marks.get(number, message.content)) for number, message in enumerate(messages)]
         text = self._apply_harmless(self._harmless_turns(marked, tools), tools, generate, options)
         if not all(mark in text for mark in marks.values()):
             raise ModelError(

@@ -51,5 +51,5 @@ def _check_name(name: Any) -> None:
         raise _error(f"{name!r} cannot be set by a client")
 
 
-def _error(said: str) -> ModelError:
-    return ModelError(f"Options of the chat template: {said}.", "Leave them out of chat_template_kwargs.")
+def _error(problem: str) -> ModelError:
+    return ModelError(f"Options of the chat template: {problem}.", "Leave them out of chat_template_kwargs.")

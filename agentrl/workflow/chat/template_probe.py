@@ -61,19 +61,20 @@ class Manner:
             if message.role == "assistant":
                 yield self._assistant_turn(message, tools)
             else:
-                named = {"name": message.name} if message.name else {}
-                named |= {"tool_call_id": _id(answered - 1)} if answered and self.ids else {}
-                yield {"role": message.role, "content": message.content, **named}
+                fields = {"name": message.name} if message.name else {}
+                fields |= {"tool_call_id": _id(answered - 1)} if answered and self.ids else {}
+                yield {"role": message.role, "content": message.content, **fields}
 
     def _assistant_turn(self, message: Message, tools: Sequence[Schema]) -> dict[str, Any]:
         thought = f"{THINK}\n{message.thought}\n{END_THINK}\n\n" if message.thought else ""
-        made = [call for call in message.tool_calls if call.error is None]  # an unreadable call's text is in the content
-        if made and not (self.native and (self.many or len(made) == 1)):
-            return {"role": "assistant", "content": thought + self.tool_format.write(message.content, made, tools)}
+        # An unreadable call's text is in the content.
+        readable_calls = [call for call in message.tool_calls if call.error is None]
+        if readable_calls and not (self.native and (self.many or len(readable_calls) == 1)):
+            return {"role": "assistant", "content": thought + self.tool_format.write(message.content, readable_calls, tools)}
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
             | ({"id": _id(number)} if self.ids else {})
-            for number, call in enumerate(made)
+            for number, call in enumerate(readable_calls)
         ]
         return {"role": "assistant", "content": thought + message.content, **({"tool_calls": calls} if calls else {})}
 
@@ -97,25 +98,26 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
     formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
     for with_ids in (False, True):
         text = _render_calls(render, 1, with_ids)
-        readers = [each for each in formats if _reads(text, each, 1)]
+        readers = [tool_format for tool_format in formats if _reads(text, tool_format, 1)]
         if readers:
-            chosen = min(readers, key=lambda each: len(parse_text(text, each, [_PROBE_TOOL]).content))  # it reads the end marks
+            # The one that leaves the least content reads the end marks.
+            chosen = min(readers, key=lambda tool_format: len(parse_text(text, tool_format, [_PROBE_TOOL]).content))
             ids = with_ids or _wants_ids(render, chosen)
             return Manner(chosen, many=_reads(_render_calls(render, 2, ids), chosen, 2), ids=ids)
     if wanted != AUTO:
         return Manner(formats[0], native=False, ids=_wants_ids(render, formats[0]))
-    marked = [each for each in formats if each.marks and all(mark in source for mark in each.marks)]
-    chosen = max(marked, key=lambda each: len("".join(each.marks)), default=find("tool_formats", HERMES))
+    marked = [tool_format for tool_format in formats if tool_format.marks and all(mark in source for mark in tool_format.marks)]
+    chosen = max(marked, key=lambda tool_format: len("".join(tool_format.marks)), default=find("tool_formats", HERMES))
     return Manner(chosen, native=False, ids=_wants_ids(render, chosen))
 
 
 def _render_calls(render: Render, count: int, ids: bool) -> str:
     """Return the text of a turn with `count` calls as the template writes it; empty if the template cannot."""
     manner = Manner(find("tool_formats", HERMES), ids=ids)  # the template writes the calls: the format does not matter
-    asked = list(manner.plain([_USER], [_PROBE_TOOL]))
+    question = list(manner.plain([_USER], [_PROBE_TOOL]))
     try:
-        prompt = render(asked, [_PROBE_TOOL], True)
-        whole = render([*asked, *manner.plain([_probe_turn(count)], [_PROBE_TOOL])], [_PROBE_TOOL], False)
+        prompt = render(question, [_PROBE_TOOL], True)
+        whole = render([*question, *manner.plain([_probe_turn(count)], [_PROBE_TOOL])], [_PROBE_TOOL], False)
     except FAULTS:
         return ""
     return whole[len(prompt) :] if whole.startswith(prompt) else whole.partition(_USER.content)[2]
@@ -152,8 +154,8 @@ def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, late
             in them.
     """
     try:
-        said = _dropped_parts(render, manner, system, tools, later_system)
-        return f"drops {said}" if said else _rewrites(render, manner) if tools else ""
+        parts = _dropped_parts(render, manner, system, tools, later_system)
+        return f"drops {parts}" if parts else _rewrites(render, manner) if tools else ""
     except FAULTS as error:
         return f"cannot render a conversation with {_parts(system, tools)}: {' '.join(str(error).split())[:200]}"
 
@@ -177,9 +179,9 @@ def _parts(system: bool, tools: bool) -> str:
 
 def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool) -> str:
     calling = Message("assistant", "", tool_calls=(_CALL,))
-    told = [Message("system", "zqsystem")] if system else []
-    told += [_USER, _ANSWER, Message("system", "zqlater")] if later_system else []
-    text = render(list(manner.plain([*told, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
+    messages = [Message("system", "zqsystem")] if system else []
+    messages += [_USER, _ANSWER, Message("system", "zqlater")] if later_system else []
+    text = render(list(manner.plain([*messages, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
     wanted = {"zqsystem": "the system message"} if system else {}
     wanted |= {"zqlater": "system messages behind the first"} if later_system else {}
     wanted |= {_USER.content: "the user's words", _ANSWER.content: "the assistant's words"}
@@ -205,7 +207,7 @@ def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
     native = replace(manner, native=True, many=True)
     *before, turn = native.plain([_USER, _probe_turn(1)], [_PROBE_TOOL])
     as_text = [{"type": "function", "function": {"name": NAME, "arguments": json.dumps(dict(_CALL.arguments))}}]
-    return any(_writes_argument(render, [*before, each]) for each in (turn, {**turn, "tool_calls": as_text}))
+    return any(_writes_argument(render, [*before, message]) for message in (turn, {**turn, "tool_calls": as_text}))
 
 
 def _writes_argument(render: Render, turns: Sequence[Mapping[str, Any]]) -> bool:

@@ -53,8 +53,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(said: str) -> None:
-    raise TemplateError(said)
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
 
 
 def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
@@ -63,10 +63,10 @@ def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
 
 @lru_cache(maxsize=8)
 def _compile(source: str) -> Template:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _json
-    made.globals["raise_exception"] = _refuse
-    return made.from_string(source)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
@@ -103,21 +103,21 @@ def render_template(
     )
 
 
-def read_template(named: str) -> str:
+def read_template(template: str) -> str:
     """Return the text of a chat template, given as a file's path or as the text itself.
 
     Raises:
         ConfigError: there is no such file, or it is not a template.
     """
-    source = named if "{" in named or "\n" in named else _read_template_file(Path(named).expanduser())
+    source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
         raise ConfigError(f"The chat template has more than {MAX_BYTES} bytes.", "Is it the right file?")
     try:
         _compile(source)
     except (TemplateError, RecursionError) as error:
         where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        said = f"The chat template is not valid Jinja{where}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(f"{said.rstrip('.')}.", "Correct it.") from error
+        problem = f"The chat template is not valid Jinja{where}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{problem.rstrip('.')}.", "Correct it.") from error
     return source
 
 
@@ -143,8 +143,8 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     if config.chat_template is not None:
         chosen["chat_template"] = read_template(config.chat_template)
     if config.tool_format in (None, AUTO):
-        found, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded_format(folder)
-        written = manner_of(renderer(*found), found[0]).tool_format.name if found and not learned else AUTO
+        source, learned = source_of(folder, chosen.get("chat_template")), "" if chosen else _recorded_format(folder)
+        written = manner_of(renderer(*source), source[0]).tool_format.name if source and not learned else AUTO
         chosen["tool_format"] = learned or written
     else:
         find("tool_formats", config.tool_format)
@@ -174,9 +174,9 @@ def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
 
 def _recorded_format(folder: Path | None) -> str:
     """The format in which a model made by agentrl learned its calls; empty if none is recorded."""
-    told = read_object(folder / RECORD) if folder else {}
-    named = told.get("tool_format")
-    return named if isinstance(named, str) else ""
+    record = read_object(folder / RECORD) if folder else {}
+    name = record.get("tool_format")
+    return name if isinstance(name, str) else ""
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
@@ -187,28 +187,30 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
-    told = read_object(folder / "tokenizer_config.json")
-    tokens = {name: _token_text(told.get(name)) for name in _TOKENS if _token_text(told.get(name))}
+    config = read_object(folder / "tokenizer_config.json")
+    tokens = {name: _token_text(config.get(name)) for name in _TOKENS if _token_text(config.get(name))}
     file = folder / "chat_template.jinja"
     try:
-        found = source or (file.read_text(encoding="utf-8") if file.is_file() else _template_text(told.get("chat_template")))
+        template = source or (
+            file.read_text(encoding="utf-8") if file.is_file() else _template_text(config.get("chat_template"))
+        )
     except (OSError, ValueError):
         return None
-    return (found, tokens) if found else None
+    return (template, tokens) if template else None
 
 
-def _template_text(told: object) -> str:
+def _template_text(value: object) -> str:
     """The template in a tokenizer's config; of several, the one for tools."""
-    if isinstance(told, str):
-        return told
-    several = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
-    named = {str(each.get("name")): each.get("template") for each in several}
-    found = named.get("tool_use") or named.get("default")
-    return found if isinstance(found, str) else ""
+    if isinstance(value, str):
+        return value
+    several = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    templates = {str(entry.get("name")): entry.get("template") for entry in several}
+    template = templates.get("tool_use") or templates.get("default")
+    return template if isinstance(template, str) else ""
 
 
-def _token_text(told: object) -> str:
-    text = told.get("content") if isinstance(told, dict) else told
+def _token_text(value: object) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 
 
@@ -217,18 +219,18 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
             return {}
-        told = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Manner] | None:
-    found = source_of(folder, config.chat_template)
-    if found is None:
+    source = source_of(folder, config.chat_template)
+    if source is None:
         return None
-    render = renderer(*found)
-    return render, manner_of(render, found[0], config.tool_format or AUTO)
+    render = renderer(*source)
+    return render, manner_of(render, source[0], config.tool_format or AUTO)
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
@@ -242,9 +244,9 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
         ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
     """
     spoken = _renderer_and_manner(config, folder)
-    said = find_trouble(*spoken, system, tools, later_system) if spoken else ""
-    if said:
-        raise template_error(str(folder), said)
+    trouble = find_trouble(*spoken, system, tools, later_system) if spoken else ""
+    if trouble:
+        raise template_error(str(folder), trouble)
 
 
 def template_error(model: str, trouble: str) -> ModelError:

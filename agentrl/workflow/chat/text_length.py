@@ -16,16 +16,16 @@ class TooLong(ModelError):
     """A text has surely more tokens than fit."""
 
 
-def check_length(encode: Callable[[str], Sequence[int]], text: str, most: int) -> None:
+def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: int) -> None:
     """Read on in the text until it is known to be too long, or short enough to be made into tokens at once.
 
     Raises:
-        TooLong: it has more than `most` tokens.
+        TooLong: it has more than `max_tokens` tokens.
     """
-    if len(text) <= CHEAP * most:
+    if len(text) <= CHEAP * max_tokens:
         return
     count = 0
     for start in range(0, len(text), PIECE):
         count += len(encode(text[start : start + PIECE]))
-        if count > SURE * most:
-            raise TooLong(f"The messages have more than {most} tokens.")
+        if count > SURE * max_tokens:
+            raise TooLong(f"The messages have more than {max_tokens} tokens.")

@@ -1,7 +1,7 @@
 """A turn's text in pieces of thought and content while it is sampled; together they are what the parser makes of all of it.
 
 Text that may yet turn out to be part of a tool call, of a thought's tag or of white space that the parser strips is held back.
-From the place where calls may begin nothing more is told until the turn is over: then what is left, and the calls.
+From the place where calls may begin nothing more is sent until the turn is over: then what is left, and the calls.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class TurnStream:
         self._state: Literal["tag", "start", "thought", "content", "over"] = "tag" if thinking else "start"
         self._waiting = ""
         self._space: list[str] = []
-        self._before = ""  # a letter of the content that was told: patterns for the turn's beginning match nowhere else
+        self._before = ""  # a letter of the content that was sent: patterns for the turn's beginning match nowhere else
         self._look_at = 0.0
         self._thought, self._content = _Stripped(), _Stripped()
 
@@ -67,8 +67,8 @@ class TurnStream:
     def rest(self, message: Message) -> Iterator[TextPiece]:
         """Yield what is left of the turn, which the parser read as this message."""
         self._state = "over"
-        yield from _pieces("thought", message.thought[self._thought.told :])
-        yield from _pieces("content", message.content[self._content.told :])
+        yield from _pieces("thought", message.thought[self._thought.sent_chars :])
+        yield from _pieces("content", message.content[self._content.sent_chars :])
 
     def _begin(self) -> None:
         """Decides whether the turn begins with a thought; a model may write the tag again that its prompt ended with."""
@@ -84,9 +84,9 @@ class TurnStream:
         if tag:
             self._state, self._waiting = "content", after
             return thought
-        kept = overlap(thought, END_THINK)
-        self._waiting = thought[len(thought) - kept :]
-        return thought[: len(thought) - kept]
+        partial_chars = overlap(thought, END_THINK)
+        self._waiting = thought[len(thought) - partial_chars :]
+        return thought[: len(thought) - partial_chars]
 
     def _take_content(self) -> str:
         """What belongs to the content for good."""
@@ -94,9 +94,9 @@ class TurnStream:
             return ""
         before = len(self._before)
         text = self._before + self._waiting
-        found = None if self._begins is None else self._begins.search(text, before, partial=True)
-        end = len(self._waiting) if found is None else found.start() - before
-        if found is not None and not found.partial:
+        match = None if self._begins is None else self._begins.search(text, before, partial=True)
+        end = len(self._waiting) if match is None else match.start() - before
+        if match is not None and not match.partial:
             self._state = "over"
         sure, self._waiting = self._waiting[:end], self._waiting[end:]
         self._before = self._before or sure[:1]
@@ -105,19 +105,19 @@ class TurnStream:
 
 
 class _Stripped:
-    """A text without the white space around it, as far as it has come; `told` letters of it."""
+    """A text without the white space around it, as far as it has come; `sent_chars` letters of it."""
 
     def __init__(self) -> None:
-        self.told = 0
+        self.sent_chars = 0
         self._space = ""
 
     def take(self, text: str) -> str:
-        """What can be told now: white space waits for a letter behind it."""
+        """What can be sent now: white space waits for a letter behind it."""
         text = self._space + text
-        text = text if self.told else text.lstrip()
+        text = text if self.sent_chars else text.lstrip()
         sure = text.rstrip()
         self._space = text[len(sure) :]
-        self.told += len(sure)
+        self.sent_chars += len(sure)
         return sure
 
 

@@ -99,7 +99,7 @@ class RowFilter:
                 raise DatasetError(message, EXAMPLE) from error
         if len(batch) == 1:
             return [batch[0]._replace(values=None, problem=problem)]
-        return [kept for row in batch for kept in self._decide(columns, [row])]  # one of them is at fault
+        return [match for row in batch for match in self._decide(columns, [row])]  # one of them is at fault
 
     def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[Any]:
         """Return the condition's value for each row."""

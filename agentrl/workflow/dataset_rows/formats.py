@@ -231,7 +231,7 @@ def _depth(kind: Any) -> int:
     """Return the levels of a type, counted no further than is allowed."""
     level, depth = [kind], 0
     while level and depth <= MAX_DEPTH:
-        level = [each.field(number).type for each in level for number in range(each.num_fields)]
+        level = [node.field(number).type for node in level for number in range(node.num_fields)]
         depth += 1
     return depth
 
@@ -302,9 +302,9 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, float):
         return value if value == value else None
     if isinstance(value, dict):
-        return {str(key): plain_value(each) for key, each in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_value(each) for each in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, date | time):
         return value.isoformat()
     return str(value) if isinstance(value, Decimal | timedelta) else value

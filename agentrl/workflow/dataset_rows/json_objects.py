@@ -56,7 +56,7 @@ def _is_deep(row: dict[str, Any]) -> bool:
     level: list[Any] = [row]
     depth = 0
     while level and depth <= MAX_LEVELS:
-        nested = (each.values() if isinstance(each, dict) else each for each in level)
+        nested = (container.values() if isinstance(container, dict) else container for container in level)
         level = [value for values in nested for value in values if isinstance(value, dict | list)]
         depth += 1
     return depth > MAX_LEVELS

@@ -25,5 +25,5 @@ def find_shared(tasks: Sequence[Task], others: Iterable[Task]) -> Iterator[tuple
     """Yield (task, other) where a task of another split asks what one of these asks."""
     mine = {question_key(task): task for task in tasks}
     for other in others:
-        if (found := mine.get(question_key(other))) is not None:
-            yield found, other
+        if (task := mine.get(question_key(other))) is not None:
+            yield task, other

@@ -139,21 +139,23 @@ def _read_files(name: str, split: str) -> Iterator[SourceRow]:
 def _split_files(folder: Path, split: str) -> list[Path]:
     if not folder.is_dir():
         raise DatasetError(f"There is no dataset {str(folder)!r}: no such folder.", "Check the path.")
-    found = [path for path in islice(_walk(folder, MAX_DEPTH), MAX_FILES) if path.suffix.lower() in READERS]
-    if not found:
+    files = [path for path in islice(_walk(folder, MAX_DEPTH), MAX_FILES) if path.suffix.lower() in READERS]
+    if not files:
         scripts = sorted(path.name for path in folder.glob("*.py"))[:1]
         if scripts:
             message = f"The dataset {str(folder)!r} needs its own code ({scripts[0]}), which is not run."
             raise DatasetError(message, "Run it yourself, and write its rows as .jsonl or .parquet.")
         raise DatasetError(f"The folder {str(folder)!r} has no files with rows.", f"Files may be {', '.join(READERS)}.")
-    splits = {path: _split_of(path.relative_to(folder)) for path in found}
+    splits = {path: _split_of(path.relative_to(folder)) for path in files}
     if not any(splits.values()):
-        splits = dict.fromkeys(found, "train")
+        splits = dict.fromkeys(files, "train")
     wanted = _named_split(split) or split
-    chosen = sorted(path for path in found if splits[path] == wanted or wanted in _words(path.relative_to(folder)))
+    chosen = sorted(path for path in files if splits[path] == wanted or wanted in _words(path.relative_to(folder)))
     if not chosen:
-        known = sorted(set(filter(None, splits.values())))
-        raise DatasetError(f"{str(folder)!r} has no split {split!r}.", f"{did_you_mean(split, known)} Pass it as --split.")
+        split_names = sorted(set(filter(None, splits.values())))
+        raise DatasetError(
+            f"{str(folder)!r} has no split {split!r}.", f"{did_you_mean(split, split_names)} Pass it as --split."
+        )
     formats = sorted({path.suffix for path in chosen})
     if len(formats) > 1:
         message = f"{str(folder)!r} holds the split {split!r} as {' and as '.join(formats)}."
@@ -181,7 +183,7 @@ def _split_of(path: Path) -> str:
 
 
 def _named_split(word: str) -> str:
-    return next((split for split, words in SPLIT_WORDS.items() if word in words), "")
+    return next((split for split, aliases in SPLIT_WORDS.items() if word in aliases), "")
 
 
 def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:

@@ -77,13 +77,13 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
     """
     parts = split_mixture(config.name)
     loaded = [_load_one(config.model_copy(update={"name": name})) for name in parts]
-    (found, *others) = [_take_shares(parts, loaded, config.max_tasks, seed)] if len(parts) > 1 else loaded
+    (result, *others) = [_take_shares(parts, loaded, config.max_tasks, seed)] if len(parts) > 1 else loaded
     assert not others
-    if len({task.key for task in found.tasks}) < len(found.tasks):
-        key, count = Counter(task.key for task in found.tasks).most_common(1)[0]
+    if len({task.key for task in result.tasks}) < len(result.tasks):
+        key, count = Counter(task.key for task in result.tasks).most_common(1)[0]
         hint = "Rename one of the files, or name their folders." if len(parts) > 1 else "Give each task a unique key."
         raise DatasetError(f"{count} tasks of {config.name!r} have the key {key!r}.", hint)
-    return found
+    return result
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
@@ -112,24 +112,26 @@ def split_mixture(name: str) -> dict[str, float | None]:
     return parts
 
 
-def _take_shares(parts: dict[str, float | None], loaded: Sequence[LoadedTasks], most: int | None, seed: int) -> LoadedTasks:
+def _take_shares(
+    parts: dict[str, float | None], loaded: Sequence[LoadedTasks], max_tasks: int | None, seed: int
+) -> LoadedTasks:
     """The tasks of several datasets as one, in the order of the datasets."""
-    chosen = [each.tasks for each in loaded]
+    chosen = [dataset.tasks for dataset in loaded]
     shares: dict[str, tuple[int, int]] = {}
     if None not in parts.values():
         whole = sum(weight or 0.0 for weight in parts.values())
         weights = [(weight or 0.0) / whole for weight in parts.values()]
         count = min(len(tasks) / weight for tasks, weight in zip(chosen, weights, strict=True))
-        count = min(count, most or count)
+        count = min(count, max_tasks or count)
         sizes = [min(len(tasks), max(1, round(count * weight))) for tasks, weight in zip(chosen, weights, strict=True)]
         shares = {name: (size, len(tasks)) for name, size, tasks in zip(parts, sizes, chosen, strict=True)}
         chosen = [_draw(tasks, size, seed) for tasks, size in zip(chosen, sizes, strict=True)]
-    envs = {each.env for each in loaded}
+    envs = {dataset.env for dataset in loaded}
     return LoadedTasks(
-        tuple(islice(chain(*chosen), None if shares else most)),
+        tuple(islice(chain(*chosen), None if shares else max_tasks)),
         envs.pop() if len(envs) == 1 else "",
-        tuple(f"{name}, {row}" for name, each in zip(parts, loaded, strict=True) for row in each.skipped),
-        sum(each.repeated for each in loaded),
+        tuple(f"{name}, {row}" for name, dataset in zip(parts, loaded, strict=True) for row in dataset.skipped),
+        sum(dataset.repeated for dataset in loaded),
         shares,
     )
 
@@ -137,8 +139,8 @@ def _take_shares(parts: dict[str, float | None], loaded: Sequence[LoadedTasks], 
 def _draw(tasks: Sequence[Task], size: int, seed: int) -> tuple[Task, ...]:
     """So many of the tasks, by hash(seed, key), in their order: the same on every machine."""
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{seed}|mixture|{task.key}".encode()).digest())
-    kept = {task.key for task in ranked[:size]}
-    return tuple(task for task in tasks if task.key in kept)
+    keys = {task.key for task in ranked[:size]}
+    return tuple(task for task in tasks if task.key in keys)
 
 
 def _load_one(config: DatasetConfig) -> LoadedTasks:
@@ -228,14 +230,14 @@ def env_of(config: DatasetConfig) -> str:
     return envs.pop() if len(envs) == 1 else ""
 
 
-def _select_tasks(config: DatasetConfig, found: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
+def _select_tasks(config: DatasetConfig, load: Callable[[], Iterable[Task]]) -> tuple[Task, ...]:
     try:
-        tasks = tuple(islice(found(), config.max_tasks))
+        tasks = tuple(islice(load(), config.max_tasks))
     except AgentRLError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise DatasetError(f"The dataset {config.name!r} cannot be loaded: {said}.", "Correct its load().") from error
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise DatasetError(f"The dataset {config.name!r} cannot be loaded: {problem}.", "Correct its load().") from error
     strange = next((task for task in tasks if not isinstance(task, Task)), None)
     if strange is not None:
         raise DatasetError(f"The dataset {config.name!r} yields a {type(strange).__name__}, not a Task.", "Correct its load().")

@@ -36,16 +36,16 @@ def load(split: str) -> Iterator[Task]:
     names = list(SPLITS)
     start = sum(SPLITS[name] for name in names[: names.index(split)])
     taken = islice(_distinct_questions(), start, start + SPLITS[split])
-    return (_task(f"{split}/{i}", level, words) for i, (level, words) in enumerate(taken))
+    return (_task(f"{split}/{i}", level, phrase) for i, (level, phrase) in enumerate(taken))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
     """Yield a conversation in two turns for each task: a calculator call that is often wrong, then its result as the answer."""
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for task in tasks:
-        words = str(task.metadata["words"]).split()
-        signs = [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in words[1::2]]
-        expression = _expression(words[::2], signs)
+        terms = str(task.metadata["words"]).split()
+        signs = [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in terms[1::2]]
+        expression = _expression(terms[::2], signs)
         result = _value(expression)
         call = ToolCall("calculator", {"expression": expression})
         yield (
@@ -57,34 +57,34 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[tuple[int, str]]:
-    """(level, words) of endless questions: the levels in turn, without repeats until a small level is used up."""
+    """(level, phrase) of endless questions: the levels in turn, without repeats until a small level is used up."""
     rng = random.Random("arithmetic")
     seen: set[str] = set()
     reserved = SPLITS["test"] + SPLITS["train"]
     count = 0
     while True:
         level = count % len(LEVELS)
-        words = _words(rng, *LEVELS[level])
-        if words in seen:
+        phrase = _words(rng, *LEVELS[level])
+        if phrase in seen:
             continue
         # The small levels have fewer questions than the warm-up needs: those may repeat, but only among themselves.
         if count < reserved:
-            seen.add(words)
+            seen.add(phrase)
         count += 1
-        yield level + 1, words
+        yield level + 1, phrase
 
 
 def _words(rng: random.Random, count: int, numbers: range) -> str:
-    words = [str(rng.choice(numbers))]
+    parts = [str(rng.choice(numbers))]
     for _ in range(count - 1):
-        words += [rng.choice(list(OPERATORS)), str(rng.choice(numbers))]
-    return " ".join(words)
+        parts += [rng.choice(list(OPERATORS)), str(rng.choice(numbers))]
+    return " ".join(parts)
 
 
-def _task(key: str, level: int, words: str) -> Task:
-    parts = words.split()
+def _task(key: str, level: int, phrase: str) -> Task:
+    parts = phrase.split()
     reference = _value(_expression(parts[::2], [OPERATORS[word] for word in parts[1::2]]))
-    return Task(key, (Message("user", f"What is {words}?"),), reference, {"level": level, "words": words})
+    return Task(key, (Message("user", f"What is {phrase}?"),), reference, {"level": level, "words": phrase})
 
 
 def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:

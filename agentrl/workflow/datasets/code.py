@@ -119,10 +119,10 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
     function = _tested_function(tests[0], reference)
     setup = str(row.get("test_setup_code") or "\n".join(row.get("test_imports", ())))
     hidden = [*tests[1:], *more] or tests
-    found = _tests("\n".join(hidden), (function,), f"{setup}\n{reference}")
+    test_metadata = _tests("\n".join(hidden), (function,), f"{setup}\n{reference}")
     message = Message("user", f"{question.strip()}\nYour code should pass this test:\n```python\n{tests[0].strip()}\n```")
-    shown, _ = read_asserts(tests[0], (function,))
-    return Task(key, (message,), reference, code_metadata(function, setup=setup, visible=shown, **found))
+    examples, _ = read_asserts(tests[0], (function,))
+    return Task(key, (message,), reference, code_metadata(function, setup=setup, visible=examples, **test_metadata))
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
@@ -152,18 +152,18 @@ def _code_before(prompt: str, function: str) -> str:
 
 def _examples(prompt: str, function: str) -> list[Case]:
     """The tests that a prompt's docstring shows: `>>> f(1)` and its value."""
-    found: list[Case] = []
+    cases: list[Case] = []
     constants = Constants()
     with suppress(ValueError):  # text that only looks like examples
         defined = (
             node for node in ast.walk(parse_source(prompt)) if isinstance(node, ast.FunctionDef) and node.name == function
         )
-        shown = next((ast.get_docstring(node) for node in defined), None)
-        for example in doctest.DocTestParser().get_examples(shown or ""):
+        docstring = next((ast.get_docstring(node) for node in defined), None)
+        for example in doctest.DocTestParser().get_examples(docstring or ""):
             with suppress(ValueError):
                 test = f"assert {example.source.strip()} == {example.want.strip()}"
-                found += read_asserts(test, (function,), constants)[0]
-    return found
+                cases += read_asserts(test, (function,), constants)[0]
+    return cases
 
 
 def _tested_function(test: str, reference: str) -> str:

@@ -40,16 +40,18 @@ def load(split: str) -> Iterator[Task]:
         raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
     start = sum(SPLITS[name] for name in names[: names.index(split)])
-    return (_task(f"{split}/{i}", words) for i, words in enumerate(islice(_distinct_questions(), start, start + SPLITS[split])))
+    return (
+        _task(f"{split}/{i}", phrase) for i, phrase in enumerate(islice(_distinct_questions(), start, start + SPLITS[split]))
+    )
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
     """Yield a conversation in two turns for each task: a function, often a wrong one, tried out; then the function."""
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
-        words = str(task.metadata["words"]).split()
+        terms = str(task.metadata["words"]).split()
         expression = _expression(
-            words, [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in words[1::2]]
+            terms, [(CONFUSED_OPERATORS if rng.random() < MISTAKE_RATE else OPERATORS)[word] for word in terms[1::2]]
         )
         x, y = Case.of(task.metadata["visible"][0]).args
         yield (
@@ -66,47 +68,47 @@ def _distinct_questions() -> Iterator[str]:
     """The words of endless questions; those of `test` and `train` come once, the others may repeat."""
     rng = random.Random("code_tiny")
     reserved: set[str] = set()
-    kept = SPLITS["test"] + SPLITS["train"]
+    max_reserved = SPLITS["test"] + SPLITS["train"]
     count = 0
     while True:
-        words = _words(rng, LEVELS[count % len(LEVELS)])
-        if words in reserved:
+        phrase = _words(rng, LEVELS[count % len(LEVELS)])
+        if phrase in reserved:
             continue
-        if count < kept:
-            reserved.add(words)
+        if count < max_reserved:
+            reserved.add(phrase)
         count += 1
-        yield words
+        yield phrase
 
 
 def _words(rng: random.Random, terms: int) -> str:
     """`x plus y times 2`: x, y and, where there is a third term, one more, in any order."""
     chosen = ["x", "y", rng.choice(TERMS)][:terms] if terms > 2 else [rng.choice("xy"), rng.choice(TERMS)]
     rng.shuffle(chosen)
-    words = chosen[0]
+    phrase = chosen[0]
     for term in chosen[1:]:
-        words += f" {rng.choice(list(OPERATORS))} {term}"
-    return words
+        phrase += f" {rng.choice(list(OPERATORS))} {term}"
+    return phrase
 
 
-def _task(key: str, words: str) -> Task:
-    rng = random.Random(f"code_tiny cases {words}")
-    expression = _expression(words.split(), [OPERATORS[word] for word in words.split()[1::2]])
+def _task(key: str, phrase: str) -> Task:
+    rng = random.Random(f"code_tiny cases {phrase}")
+    expression = _expression(phrase.split(), [OPERATORS[word] for word in phrase.split()[1::2]])
     while True:
         cases = [_case(expression, rng.randint(2, 9), rng.randint(2, 9)) for _ in range(CASES)]
-        if _is_telling(words.split(), cases[1:]):
+        if _is_telling(phrase.split(), cases[1:]):
             break
     x, y = cases[0].args
-    question = f"Write f(x, y) that gives {words}. f({x}, {y}) is {cases[0].value}."
-    metadata = {**code_metadata("f", cases[1:], visible=cases[:1]), "words": words}
+    question = f"Write f(x, y) that gives {phrase}. f({x}, {y}) is {cases[0].value}."
+    metadata = {**code_metadata("f", cases[1:], visible=cases[:1]), "words": phrase}
     return Task(key, (Message("user", question),), _function(expression), metadata)
 
 
-def _is_telling(words: Sequence[str], cases: Sequence[Case]) -> bool:
+def _is_telling(terms: Sequence[str], cases: Sequence[Case]) -> bool:
     """Whether no function with another operator passes all cases, unless it is equivalent."""
-    right = _expression(words, [OPERATORS[word] for word in words[1::2]])
+    right = _expression(terms, [OPERATORS[word] for word in terms[1::2]])
     grid = list(product(range(2, 10), repeat=2))
-    for signs in product(OPERATORS.values(), repeat=len(words) // 2):
-        other = _expression(words, signs)
+    for signs in product(OPERATORS.values(), repeat=len(terms) // 2):
+        other = _expression(terms, signs)
         same = all(_value(other, x, y) == _value(right, x, y) for x, y in grid)
         if not same and all(_value(other, *case.args) == case.value for case in cases):
             return False
@@ -121,9 +123,9 @@ def _function(expression: str) -> str:
     return f"def f(x, y): return {expression}"
 
 
-def _expression(words: Sequence[str], signs: Sequence[str]) -> str:
+def _expression(terms: Sequence[str], signs: Sequence[str]) -> str:
     """The words' terms between these signs."""
-    return words[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, words[2::2], strict=True))
+    return terms[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[2::2], strict=True))
 
 
 def _value(expression: str, x: int, y: int) -> int:

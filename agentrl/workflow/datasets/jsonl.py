@@ -101,12 +101,12 @@ def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
 
 def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
     """Return the error that shows the first problems and counts the others."""
-    shown = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
+    lines = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     if "found none among" in problems[0]:
         hint = f"Map the columns: --map question=COLUMN,answer=COLUMN. {hint}"
     return DatasetError(
-        f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{shown}"
+        f"{source!r} has {len(problems)} malformed row{'s' * (len(problems) > 1)}:{lines}"
         + (f"\n  ... and {more} more." if more > 0 else ""),
         hint,
     )
@@ -230,8 +230,8 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
         columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
         near = _near_column(names, row)
         meant = f" (--map {names[0]}={near}?)" if near else ""
-        found = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}{meant}"
-        raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {found}")
+        text = " and ".join(map(repr, present)) if present else f"none among {columns or 'no columns'}{meant}"
+        raise ValueError(f"must have one of {', '.join(map(repr, names))}; found {text}")
     return present[0]
 
 
@@ -283,10 +283,10 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
         return Message(role, text, name=_optional_text(f"{where}.name", item.get("name")) or caller)
     if not isinstance(calls, list):
         raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
-    made = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
-    callers |= {str(given.get("id")): call.name for given, call in zip(calls, made, strict=True)}
+    tool_calls = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
+    callers |= {str(given.get("id")): call.name for given, call in zip(calls, tool_calls, strict=True)}
     thought = next((name for name in ("reasoning", "reasoning_content") if item.get(name)), "reasoning")
-    return Message(role, text, _optional_text(f"{where}.{thought}", item.get(thought)), made)
+    return Message(role, text, _optional_text(f"{where}.{thought}", item.get(thought)), tool_calls)
 
 
 def _joined_parts(where: str, content: object) -> object:

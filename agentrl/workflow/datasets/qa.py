@@ -77,17 +77,17 @@ def _day(rng: random.Random) -> Question:
 
 
 def _alphabet(rng: random.Random) -> Question:
-    words = rng.sample(WORDS.split(), 3)
-    return f"Which of these words comes first in the alphabet: {', '.join(words)}?", min(words)
+    candidates = rng.sample(WORDS.split(), 3)
+    return f"Which of these words comes first in the alphabet: {', '.join(candidates)}?", min(candidates)
 
 
 def _owner(rng: random.Random) -> Question:
     one, other = rng.sample(PEOPLE.split(), 2)
     colour, second = rng.sample(COLOURS.split(), 2)
     thing = rng.choice(THINGS.split())
-    said = f"{one} has a {colour} {thing}, and {other} has a {second} one."
-    asked, answer = rng.choice([(colour, one), (second, other)])
-    return f"{said} Who has the {asked} {thing}?", answer
+    statement = f"{one} has a {colour} {thing}, and {other} has a {second} one."
+    wanted_colour, answer = rng.choice([(colour, one), (second, other)])
+    return f"{statement} Who has the {wanted_colour} {thing}?", answer
 
 
 KINDS: dict[str, Callable[[random.Random], Question]] = {

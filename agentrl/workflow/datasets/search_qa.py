@@ -48,7 +48,7 @@ def villages() -> tuple[Village, ...]:
     names = rng.sample([start + end for start in STARTS.split() for end in ENDS.split()], 2 * VILLAGES)
     people = [f"{rng.choice(GIVEN_NAMES.split())} {name}" for name in names[VILLAGES:]]
     years = rng.sample(range(1320, 1790), VILLAGES)
-    return tuple(_village(rng, *known) for known in zip(names[:VILLAGES], people, years, strict=True))
+    return tuple(_village(rng, *facts) for facts in zip(names[:VILLAGES], people, years, strict=True))
 
 
 def _village(rng: random.Random, name: str, founder: str, year: int) -> Village:

@@ -110,9 +110,9 @@ class StreamEvents:
         return self._choices[choice]
 
     def _event(self, choice: int, delta: Mapping[str, Any], more: Fields = NOTHING, root: Fields = NOTHING) -> bytes:
-        said = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        choice_fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         usage = {"usage": None} if self._ask.include_usage else {}
-        return _spelled({**self._head, "choices": [said], **usage, **root})
+        return _spelled({**self._head, "choices": [choice_fields], **usage, **root})
 
 
 def error_event(error: RequestError) -> bytes:
@@ -125,8 +125,8 @@ def _spelled(event: Mapping[str, Any]) -> bytes:
 
 
 def _head(kind: str, ask: Ask, head: ReplyHead) -> dict[str, Any]:
-    named = {"id": f"chatcmpl-{head.request_id}", "object": kind, "created": head.created, "model": ask.model}
-    return named | {"system_fingerprint": head.fingerprint or None}
+    fields = {"id": f"chatcmpl-{head.request_id}", "object": kind, "created": head.created, "model": ask.model}
+    return fields | {"system_fingerprint": head.fingerprint or None}
 
 
 def _choice(ask: Ask, turn: ResponseTurn, number: int, request_id: str, chat: "Chat") -> dict[str, Any]:
@@ -186,11 +186,11 @@ def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
     """Natural-log probabilities in the whole vocabulary, at the sampling temperature."""
     done = turn.completion
     others = turn.top or ((),) * len(done.token_ids)
-    said = [
+    entries = [
         _logprob(token, logprob, chat) | {"top_logprobs": [_logprob(*one, chat) for one in top[: ask.top_logprobs]]}
         for token, logprob, top in zip(done.token_ids, done.logprobs, others, strict=True)
     ]
-    return {"content": said, "refusal": None}
+    return {"content": entries, "refusal": None}
 
 
 def _logprob(token: int, logprob: float, chat: "Chat") -> dict[str, Any]:

@@ -59,9 +59,9 @@ def read(body: bytes) -> Ask:
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:
-    found: dict[str, Any] = {name: fields.number(name, *bounds) for name, bounds in SAMPLING.items()}
-    found |= {"top_k": fields.integer("top_k", -1, MAX_COUNT), "seed": fields.integer("seed", -(2**63), 2**63 - 1)}
-    return {name: value for name, value in found.items() if value is not None}
+    options: dict[str, Any] = {name: fields.number(name, *bounds) for name, bounds in SAMPLING.items()}
+    options |= {"top_k": fields.integer("top_k", -1, MAX_COUNT), "seed": fields.integer("seed", -(2**63), 2**63 - 1)}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
@@ -93,13 +93,13 @@ def _includes_usage(fields: Fields, stream: bool) -> bool:
 
 def _tools(fields: Fields) -> tuple[Schema, ...]:
     """The tools that are offered, as chat templates take them."""
-    found = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
     choice = fields.values.get("tool_choice")
     if choice == "none":
         return ()
     if choice not in (None, "auto"):
         raise fields.error("tool_choice", "only auto and none are supported", "unsupported_value")
-    return found
+    return tools
 
 
 def _tool(tool: Fields) -> Schema:
@@ -115,9 +115,9 @@ def _tool(tool: Fields) -> Schema:
     function.text("description")
     parameters = _with_defaults(function.object("parameters").values, NO_PARAMETERS)
     # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
-    kept = {name: value for name, value in function.values.items() if name in FUNCTION.honoured}
-    kept = _with_defaults(kept, {"description": "", "parameters": {}}) | {"parameters": parameters}
-    return {"type": "function", "function": clean_tree(tool, "function", kept)}
+    fields = {name: value for name, value in function.values.items() if name in FUNCTION.honoured}
+    fields = _with_defaults(fields, {"description": "", "parameters": {}}) | {"parameters": parameters}
+    return {"type": "function", "function": clean_tree(tool, "function", fields)}
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 def _messages(fields: Fields) -> tuple[Message, ...]:
     if not fields.values.get("messages"):
         raise fields.error("messages", "at least one message is needed")
-    found: list[Message] = []
+    messages: list[Message] = []
     results: dict[int, Message] = {}
     calls: dict[str, tuple[int, str]] = {}
     for message in fields.objects("messages", MAX_MESSAGES):
@@ -144,15 +144,15 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
             place, result = _result(message, calls, len(results))
             results[place] = result
             continue
-        found += _in_order(results)
+        messages += _in_order(results)
         results = {}
         if role == "assistant":
-            made, ids = _turn(message)
-            found.append(made)
-            calls |= {name: (number, call.name) for number, (name, call) in enumerate(zip(ids, made.tool_calls, strict=True))}
+            reply, ids = _turn(message)
+            messages.append(reply)
+            calls |= {name: (number, call.name) for number, (name, call) in enumerate(zip(ids, reply.tool_calls, strict=True))}
         else:
-            found.append(Message("user" if role == "user" else "system", _content(message)))
-    return (*found, *_in_order(results))
+            messages.append(Message("user" if role == "user" else "system", _content(message)))
+    return (*messages, *_in_order(results))
 
 
 def _in_order(results: Mapping[int, Message]) -> list[Message]:

@@ -15,20 +15,20 @@ COLDEST = 1e-4
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
-def limits_asked(limits: RolloutConfig, asked: Mapping[str, Any]) -> RolloutConfig:
+def limits_asked(limits: RolloutConfig, options: Mapping[str, Any]) -> RolloutConfig:
     """Return the run's limits with what the client asked for in place of them; a temperature below COLDEST takes the likeliest
     token.
 
     Args:
         limits: the run's.
-        asked: `temperature`, `top_p`, `top_k`, `min_p` within the bounds of the dialect, as far as the client sent them.
+        options: `temperature`, `top_p`, `top_k`, `min_p` within the bounds of the dialect, as far as the client sent them.
     """
-    if asked.get("temperature", COLDEST) < COLDEST or asked.get("top_p") == 0:
+    if options.get("temperature", COLDEST) < COLDEST or options.get("top_p") == 0:
         return limits.model_copy(update=GREEDY)
-    found = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
-    if "top_k" in asked:
-        found["top_k"] = max(0, asked["top_k"])  # -1 is vLLM's word for all
-    return limits.model_copy(update=found)
+    changes = {name: options[name] for name in ("temperature", "top_p", "min_p") if name in options}
+    if "top_k" in options:
+        changes["top_k"] = max(0, options["top_k"])  # -1 is vLLM's word for all
+    return limits.model_copy(update=changes)
 
 
 def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
@@ -36,8 +36,8 @@ def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
     return limits.model_copy(update={"stop": tuple(dict.fromkeys((*limits.stop, *stop)))}) if stop else limits
 
 
-def key_asked(key: SamplingKey, asked: Mapping[str, Any]) -> SamplingKey:
+def key_asked(key: SamplingKey, options: Mapping[str, Any]) -> SamplingKey:
     """Return the key of an episode's draws; with the client's seed one that no episode is part of: it draws the same again."""
-    if "seed" not in asked:
+    if "seed" not in options:
         return key
-    return replace(key, seed=int(asked["seed"]) % 2**SEED_BITS, purpose="client", iteration=0, task="", sample=0)
+    return replace(key, seed=int(options["seed"]) % 2**SEED_BITS, purpose="client", iteration=0, task="", sample=0)

@@ -26,17 +26,17 @@ def load_object(body: bytes) -> dict[str, Any]:
         RequestError: it is none, or nests too deep, or holds numbers that JSON does not know.
     """
     try:
-        found = json.loads(body, parse_int=parse_digits, parse_constant=_refuse_constant)
+        value = json.loads(body, parse_int=parse_digits, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:  # also of a body that is not UTF-8
-        said = str(error).partition("\n")[0][:SHOWN]
-        raise RequestError(400, f"The body is not valid JSON: {said}.") from error
-    if nesting(found) > MAX_NESTING:
+        problem = str(error).partition("\n")[0][:SHOWN]
+        raise RequestError(400, f"The body is not valid JSON: {problem}.") from error
+    if nesting(value) > MAX_NESTING:
         raise _too_deep()
-    if not isinstance(found, dict):
-        raise RequestError(400, f"The body must be a JSON object, not {_kind(found)}.")
-    return found
+    if not isinstance(value, dict):
+        raise RequestError(400, f"The body must be a JSON object, not {_kind(value)}.")
+    return value
 
 
 def _refuse_constant(name: str) -> None:
@@ -54,24 +54,24 @@ class Fields:
     values: Mapping[str, Any]
     at: str = ""
 
-    def error(self, name: str, said: str, code: str = "") -> RequestError:
+    def error(self, name: str, problem: str, code: str = "") -> RequestError:
         """Return the error of a field."""
         where = f"{self.at}{name}"
-        return RequestError(400, f"{where}: {said}.", code, where)
+        return RequestError(400, f"{where}: {problem}.", code, where)
 
     def has(self, name: str) -> bool:
         """Return whether the field is there, and not null."""
         return self.values.get(name) is not None
 
-    def text(self, name: str, most: int | None = None) -> str:
+    def text(self, name: str, max_chars: int | None = None) -> str:
         """Return a text; empty where there is none."""
         value = self.values.get(name)
         if value is None:
             return ""
         if not isinstance(value, str):
             raise self._type_error(name, "a text", value)
-        if most is not None and len(value) > most:
-            raise self.error(name, f"it has {len(value)} characters, at most {most} are accepted")
+        if max_chars is not None and len(value) > max_chars:
+            raise self.error(name, f"it has {len(value)} characters, at most {max_chars} are accepted")
         return self._clean(name, value)
 
     def flag(self, name: str) -> bool:
@@ -81,7 +81,7 @@ class Fields:
             raise self._type_error(name, "true or false", value)
         return bool(value)
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
+    def integer(self, name: str, lowest: int, highest: int) -> int | None:
         """Return a whole number within bounds."""
         value = self.values.get(name)
         if value is None:
@@ -90,19 +90,19 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._type_error(name, "a whole number", value)
-        if not least <= value <= most:
-            raise self.error(name, f"it must be between {least} and {most}")
+        if not lowest <= value <= highest:
+            raise self.error(name, f"it must be between {lowest} and {highest}")
         return value
 
-    def number(self, name: str, least: float, most: float) -> float | int | None:
+    def number(self, name: str, lowest: float, highest: float) -> float | int | None:
         """Return a number within bounds."""
         value = self.values.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._type_error(name, "a number", value)
-        if not (least <= value <= most and math.isfinite(value)):
-            raise self.error(name, f"it must be between {least:g} and {most:g}")
+        if not (lowest <= value <= highest and math.isfinite(value)):
+            raise self.error(name, f"it must be between {lowest:g} and {highest:g}")
         return value
 
     def object(self, name: str) -> "Fields":
@@ -112,32 +112,32 @@ class Fields:
             raise self._type_error(name, "an object", value)
         return Fields(value or {}, f"{self.at}{name}.")
 
-    def array(self, name: str, most: int) -> list[Any]:
+    def array(self, name: str, max_items: int) -> list[Any]:
         """Return an array; an empty one where there is none."""
         value = self.values.get(name)
         if value is None:
             return []
         if not isinstance(value, list):
             raise self._type_error(name, "an array", value)
-        if len(value) > most:
-            raise self.error(name, f"it has {len(value)} entries, at most {most} are accepted")
+        if len(value) > max_items:
+            raise self.error(name, f"it has {len(value)} entries, at most {max_items} are accepted")
         return value
 
-    def objects(self, name: str, most: int) -> Iterator["Fields"]:
+    def objects(self, name: str, max_items: int) -> Iterator["Fields"]:
         """Yield the objects of an array."""
-        for number, value in enumerate(self.array(name, most)):
+        for number, value in enumerate(self.array(name, max_items)):
             if not isinstance(value, dict):
                 raise self._type_error(f"{name}[{number}]", "an object", value)
             yield Fields(value, f"{self.at}{name}[{number}].")
 
-    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+    def texts(self, name: str, max_texts: int, max_chars: int) -> tuple[str, ...]:
         """Return a text or several, none of them empty."""
         value = self.values.get(name)
-        listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, most)
-        found = [Fields({name: one}, self.at).text(name, longest) for one in listed]
-        if not all(found):
+        listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, max_texts)
+        texts = [Fields({name: one}, self.at).text(name, max_chars) for one in listed]
+        if not all(texts):
             raise self.error(name, "it contains an empty text, or nothing")
-        return tuple(found)
+        return tuple(texts)
 
     def unknown_error(self, name: str) -> RequestError:
         """Return the error for an unknown field, in the API's words."""

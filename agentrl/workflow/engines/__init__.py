@@ -200,15 +200,15 @@ def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
     return engine
 
 
-def window(engine: Engine, most: int) -> int:
-    """Return the tokens of prompt and answer together: `most`, the model's own, or what the engine's `window()` says, if that
-    is less.
+def window(engine: Engine, max_tokens: int) -> int:
+    """Return the tokens of prompt and answer together: `max_tokens`, or the model's own or the engine's `window()`, if that is
+    less.
 
     Raises:
         ServiceError, ModelError, InfraError: its server is away, or serves another model.
     """
-    told = getattr(engine, "window", None)
-    return most if told is None else min(most, told())
+    own_window = getattr(engine, "window", None)
+    return max_tokens if own_window is None else min(max_tokens, own_window())
 
 
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
@@ -243,8 +243,8 @@ def check_options(backend: Backend, rollout: RolloutConfig) -> None:
     """
     for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
         if name not in backend.options and getattr(rollout, name) != RolloutConfig.model_fields[name].default:
-            said = f"The engine {backend.name!r} does not know rollout.{name}."
-            raise ConfigError(said, "Leave it out, or use --engine rolling.")
+            message = f"The engine {backend.name!r} does not know rollout.{name}."
+            raise ConfigError(message, "Leave it out, or use --engine rolling.")
 
 
 def check_weights(backend: Backend, kind: str, trained: bool) -> None:
@@ -260,7 +260,7 @@ def check_weights(backend: Backend, kind: str, trained: bool) -> None:
     if not trained or kind in backend.weights:
         return
     if not backend.weights:
-        said = f"The engine {backend.name!r} cannot train: it samples only from unchanged base models."
-        raise ConfigError(said, "Use --engine rolling.")
-    said = f"The engine {backend.name!r} cannot sample from trained weights of the kind {kind!r}."
-    raise ConfigError(said, "Use --engine rolling, or set model.lora_r above 0.")
+        message = f"The engine {backend.name!r} cannot train: it samples only from unchanged base models."
+        raise ConfigError(message, "Use --engine rolling.")
+    message = f"The engine {backend.name!r} cannot sample from trained weights of the kind {kind!r}."
+    raise ConfigError(message, "Use --engine rolling, or set model.lora_r above 0.")

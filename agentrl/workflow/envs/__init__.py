@@ -97,8 +97,8 @@ class Env:
         Here: one tool message per result, in the order of the calls, so that a turn without a call is the answer.
         """
         last = episode.steps[-1]
-        made = zip(last.message.tool_calls, last.results or (), strict=True)
-        return tuple(Message("tool", result.content, name=call.name) for call, result in made)
+        pairs = zip(last.message.tool_calls, last.results or (), strict=True)
+        return tuple(Message("tool", result.content, name=call.name) for call, result in pairs)
 
     def final_reward(self, episode: Episode) -> Mapping[str, Value]:
         """Reward parts that the env itself gives to an ended episode, in addition to `rewards`; each has weight 1.
@@ -176,9 +176,9 @@ def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
         ConfigError: no such tool, or two of one name, or one whose calls would not be found again.
     """
     own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
-    kept = {tool.name for tool in own if keeps_session(tool)}
+    session_names = {tool.name for tool in own if keeps_session(tool)}
     # The same tool that keeps a session is another way to offer it, and no second one.
-    mine = (tool for tool in env.toolset().values() if tool.name not in kept or not isinstance(tool, CodeTool))
+    mine = (tool for tool in env.toolset().values() if tool.name not in session_names or not isinstance(tool, CodeTool))
     served = (mcp_tool.McpTool.of(tool) for tool in config.served_tools if tool.server in config.tools)
     return _tools_by_name((*mine, *own, *served))
 
@@ -186,14 +186,14 @@ def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
 def _find_tool(name: str) -> Tool:
     if mcp_tool.is_server(name):
         raise ConfigError(f"An env cannot contain {name!r}: list MCP servers in the run's tools.", f"--tools '{name}'")
-    found: Tool = find("tools", name)
-    return found
+    tool: Tool = find("tools", name)
+    return tool
 
 
 def _tools_by_name(tools: Iterator[Tool] | Sequence[Tool]) -> dict[str, Tool]:
-    named: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for tool in tools:
         tool.check_name()
-        if named.setdefault(tool.name, tool) is not tool:
+        if by_name.setdefault(tool.name, tool) is not tool:
             raise ConfigError(f"Two tools have the same name {tool.name!r}.", "Leave one out.")
-    return named
+    return by_name

@@ -56,10 +56,10 @@ def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str
     return AgentDraft(messages, ids[shared:], ids, parent, shared, same, reason)
 
 
-def shared_messages(known: Sequence[Message], messages: Sequence[Message]) -> int:
+def shared_messages(history: Sequence[Message], messages: Sequence[Message]) -> int:
     """Return how many of the first messages are the same to the letter, in the order of their keys, too."""
     count = 0
-    for one, other in zip(known, messages, strict=False):
+    for one, other in zip(history, messages, strict=False):
         if not _same(one, other):
             break
         count += 1

@@ -73,8 +73,8 @@ class CacheRows:
 
     def resume(self, first: int, rows: Sequence[tuple[KeptCache, Tokens]]) -> None:
         """Continue what was taken of rows with the tokens since."""
-        for row, (kept, tokens) in enumerate(rows, start=first):
-            group = _Group(kept.cache, {row: 0}, kept.length, 1)
+        for row, (cache, tokens) in enumerate(rows, start=first):
+            group = _Group(cache.cache, {row: 0}, cache.length, 1)
             if tokens:
                 self._call(group, torch.tensor([tokens]))
             self._groups.append(group)

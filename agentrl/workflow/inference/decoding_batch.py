@@ -78,7 +78,7 @@ class _EndedTurn:
     """What the model keeps of an ended turn, for its episode's next one."""
 
     ids: tuple[int, ...]
-    kept: Kept
+    cache: Kept
 
 
 class Batch:
@@ -114,7 +114,7 @@ class Batch:
         # All prompt tokens but the last, which the next step reads: so prefill and decoding sample in the same way.
         self._rows.read(first, [turn.context[:-1] for turn in fresh])
         holders |= {turn.context: first + index for index, turn in enumerate(fresh)}
-        self._rows.resume(first + len(fresh), [(kept, turn.context[kept.length : -1]) for turn, kept in back])
+        self._rows.resume(first + len(fresh), [(cache, turn.context[cache.length : -1]) for turn, cache in back])
         joined = [*fresh, *(turn for turn, _ in back), *copies]
         for slot, turn in enumerate(copies, start=len(joined) - len(copies) + first):
             self._rows.copy(holders[turn.context], slot, len(turn.context) - 1)
@@ -140,9 +140,9 @@ class Batch:
         for watched in np.flatnonzero(rows["watched"] & ~stops):
             stops[watched] = self._is_stopped(int(watched))
         over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
-        for told in np.flatnonzero(rows["heard"]):
-            heard = self.turns[int(told)].request.heard
-            over[told] |= heard is not None and not heard(int(ids[told]))
+        for row in np.flatnonzero(rows["heard"]):
+            heard = self.turns[int(row)].request.heard
+            over[row] |= heard is not None and not heard(int(ids[row]))
         ended = [int(slot) for slot in np.flatnonzero(over)]
         for slot in ended:
             self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))
@@ -196,7 +196,7 @@ class Batch:
         for turn in turns:
             left = None if turn.request.session is None else self._left.pop(turn.request.session, None)
             if left is not None and turn.context[: len(left.ids)] == left.ids and len(turn.context) > len(left.ids):
-                back.append((turn, left.kept))
+                back.append((turn, left.cache))
             elif turn.context in holders or turn.context in fresh:
                 copies.append(turn)
             else:
@@ -208,9 +208,9 @@ class Batch:
         request, count = turn.request, len(turn.ids)
         cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
         context = turn.context
-        told = (bool(request.stop), request.heard is not None, request.top_logprobs)
+        flags = (bool(request.stop), request.heard is not None, request.top_logprobs)
         self._state[slot] = (
-            request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *told, *cuts
+            request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *flags, *cuts
         )  # fmt: skip
         while self._ids.shape[1] < count:
             self._ids, self._logprobs = _widen(self._ids), _widen(self._logprobs)
@@ -234,11 +234,11 @@ class Batch:
         self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor, drawn: NDArray[np.float64]
     ) -> dict[int, Likeliest]:
         """Row -> its likeliest tokens; the drawn one has the very logprob that it was drawn with."""
-        asked = np.flatnonzero(rows["tops"])
-        where = torch.from_numpy(asked).to(logits.device)
+        slots = np.flatnonzero(rows["tops"])
+        where = torch.from_numpy(slots).to(logits.device)
         ids, logprobs = likeliest(logits[where], temperature[where], int(rows["tops"].max()))
-        found = zip(asked.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
-        return {row: _top(best, told, drawn[:, row], int(rows["tops"][row])) for row, best, told in found}
+        rankings = zip(slots.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
+        return {row: _top(best, best_logprobs, drawn[:, row], int(rows["tops"][row])) for row, best, best_logprobs in rankings}
 
     def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
         """The logits below which no token is drawn; None if no row limits its draws."""
@@ -277,14 +277,14 @@ class Batch:
             return
         length = int(self._state[slot]["cached"])
         try:
-            kept = self._rows.take(slot, length)
+            cache = self._rows.take(slot, length)
         except (RuntimeError, MemoryError) as error:
             if classify(error) != "out_of_memory":
                 raise
             self._left.clear()  # costs only time
             return
-        self._left[session] = _EndedTurn(turn.context[:length], kept)
-        while sum(left.kept.length for left in self._left.values()) > self._share * self._rows.tokens:
+        self._left[session] = _EndedTurn(turn.context[:length], cache)
+        while sum(left.cache.length for left in self._left.values()) > self._share * self._rows.tokens:
             self._left.popitem(last=False)
 
     def _write_back(self, slot: int, turn: ActiveTurn) -> None:
@@ -295,7 +295,7 @@ class Batch:
 def _top(ids: Sequence[int], logprobs: Sequence[float], drawn: NDArray[np.float64], count: int) -> Likeliest:
     token, logprob = int(drawn[0]), float(drawn[1])
     best = list(zip(ids, logprobs, strict=True))[:count]
-    return tuple((id, logprob if id == token else told) for id, told in best if told > -np.inf)
+    return tuple((id, logprob if id == token else value) for id, value in best if value > -np.inf)
 
 
 def _widen(values: NDArray[Number]) -> NDArray[Number]:

@@ -41,23 +41,23 @@ def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
     return target
 
 
-def _write(policy: Policy, ref: PolicyRef, made: Path) -> None:
-    made.mkdir()
+def _write(policy: Policy, ref: PolicyRef, folder: Path) -> None:
+    folder.mkdir()
 
     def copy(checkpoint: Path) -> None:
-        shutil.copyfile(checked_weights(checkpoint, ref.sha256), made / ADAPTER)
+        shutil.copyfile(checked_weights(checkpoint, ref.sha256), folder / ADAPTER)
 
     checkpoint_cache.read(ref.path, ref.sha256, "weights", copy)
-    adapter_config(policy).save_pretrained(str(made))
+    adapter_config(policy).save_pretrained(str(folder))
 
 
-def _is_sound(made: Path, sha256: str) -> bool:
+def _is_sound(folder: Path, sha256: str) -> bool:
     """Whether the export is complete: a power failure may have left a part."""
-    files = (made / ADAPTER, made / "adapter_config.json")
+    files = (folder / ADAPTER, folder / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256
 
 
 def _evict(parent: Path) -> None:
-    made = [entry for entry in parent.iterdir() if not entry.name.startswith(".")]
-    for old in sorted(made, key=lambda entry: entry.stat().st_mtime_ns)[:-KEEP]:
+    exports = [entry for entry in parent.iterdir() if not entry.name.startswith(".")]
+    for old in sorted(exports, key=lambda entry: entry.stat().st_mtime_ns)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)

@@ -27,10 +27,10 @@ _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 class RequestRefused(ModelError):
     """The server refused a request; `said` is its response, `status` the HTTP status."""
 
-    def __init__(self, url: str, path: str, status: int, said: str) -> None:
-        super().__init__(f"The server at {url} refused {path}: {status} {said:.300}")
+    def __init__(self, url: str, path: str, status: int, reason: str) -> None:
+        super().__init__(f"The server at {url} refused {path}: {status} {reason:.300}")
         self.status = status
-        self.said = said
+        self.reason = reason
 
 
 @cache
@@ -53,11 +53,11 @@ class Connection:
     """
 
     def __init__(
-        self, settings: Settings, who: Who = "engine", most: int | None = None, seconds: float = ANSWER_SECONDS
+        self, settings: Settings, who: Who = "engine", max_bytes: int | None = None, seconds: float = ANSWER_SECONDS
     ) -> None:
         check_url(settings, who)
         self._who, self._variable = who, f"AGENTRL_{who.upper()}"
-        self._most, self._seconds = most or MAX_BYTES, seconds
+        self._max_bytes, self._seconds = max_bytes or MAX_BYTES, seconds
         self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
         key = getattr(settings, f"{who}_key")
         self._client = httpx2.Client(
@@ -81,8 +81,8 @@ class Connection:
             InfraError: the server failed, or its answer has another shape.
             ModelError: its answer is not a JSON object.
         """
-        found = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
-        return read(shape, found, self.url, path)
+        tree = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
+        return read(shape, tree, self.url, path)
 
     def tell(self, path: str, body: Any) -> None:
         """Post the body and ignore the answer. Raises as `read` does."""
@@ -94,25 +94,25 @@ class Connection:
             with self._client.stream(method, self.url + path, json=body) as response:
                 status, answer = response.status_code, self._body(path, response, until)
         except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            said = f"The {self._who}'s server at {self.url} does not answer: {type(error).__name__}: {error}."
-            raise ServiceError(said, f"Start it, or correct {self._variable}_URL.") from error
+            text = f"The {self._who}'s server at {self.url} does not answer: {type(error).__name__}: {error}."
+            raise ServiceError(text, f"Start it, or correct {self._variable}_URL.") from error
         if status < 300:
             return answer
-        said = " ".join(answer.decode(errors="replace").split())
+        text = " ".join(answer.decode(errors="replace").split())
         if status in _UNAVAILABLE_STATUSES:
-            raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {said:.300}")
+            raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {text:.300}")
         if status in (401, 403):
             raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", f"Set {self._variable}_KEY.")
         if status >= 500:
-            raise InfraError(f"The server at {self.url} failed: {status} {said:.300}")
-        raise RequestRefused(self.url, path, status, said)
+            raise InfraError(f"The server at {self.url} failed: {status} {text:.300}")
+        raise RequestRefused(self.url, path, status, text)
 
     def _body(self, path: str, response: httpx2.Response, until: float) -> bytes:
         body = bytearray()
         for part in response.iter_bytes():
             body += part
-            if len(body) > self._most:
-                raise InfraError(f"The server at {self.url} answered {path} with more than {self._most} bytes.")
+            if len(body) > self._max_bytes:
+                raise InfraError(f"The server at {self.url} answered {path} with more than {self._max_bytes} bytes.")
             if time.monotonic() > until:  # the client's own limit begins anew with each byte
                 raise httpx2.ReadTimeout(f"its answer has not ended after {self._seconds:g} seconds")
         return bytes(body)
@@ -129,19 +129,19 @@ def check_url(settings: Settings, who: Who = "engine") -> None:
         later = "for the workers. If workers are running, stop them with `agentrl down` and submit again"
         raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
     try:
-        found = httpx2.URL(url)
+        parsed_url = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"{url!r} is not a server's URL: {error}.", f"{hint}.") from error
-    if found.scheme not in ("http", "https") or not found.host:
+    if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
         raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
 
 
 def _json(url: str, path: str, answer: bytes) -> Any:
-    said = answer[:100].decode(errors="replace")
+    text = answer[:100].decode(errors="replace")
     try:
         tree = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"The server at {url} answered {path} with invalid JSON: {said!r}.") from error
+        raise ModelError(f"The server at {url} answered {path} with invalid JSON: {text!r}.") from error
     if not isinstance(tree, dict):
-        raise ModelError(f"The server at {url} answered {path} with JSON that is not an object: {said!r}.")
+        raise ModelError(f"The server at {url} answered {path} with JSON that is not an object: {text!r}.")
     return tree

@@ -34,7 +34,7 @@ class SlotCache(Cache):
     """The slots of all layers. Call `prefill` or `extend` before each call of the model."""
 
     def __init__(self, layout: CacheLayout) -> None:
-        super().__init__(layers=[_make_layer(*each) for each in zip(layout.layers, layout.states, strict=True)])
+        super().__init__(layers=[_make_layer(*layer_states) for layer_states in zip(layout.layers, layout.states, strict=True)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
         """Let the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
@@ -61,9 +61,9 @@ class SlotCache(Cache):
         """Return a copy of a slot's first `length` tokens; states must be those after so many tokens."""
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
-    def put(self, kept: SlotStates, slot: int) -> None:
+    def put(self, states_taken: SlotStates, slot: int) -> None:
         """Put what was taken out of a slot into another, from position 0."""
-        for layer, states in zip(self._slot_layers(), kept.layers, strict=True):
+        for layer, states in zip(self._slot_layers(), states_taken.layers, strict=True):
             layer.put(slot, *states)
 
     @property
@@ -243,9 +243,9 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         """Show the model the placed slots' states, which it may change in place."""
         self._grow(self._rows.stop)
         for number in range(self.number_of_states):
-            for name, shown in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
+            for name, views in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
                 store = self._states.get((name, number))
-                shown[number] = None if store is None else store[self._rows]
+                views[number] = None if store is None else store[self._rows]
 
 
 class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, override]

@@ -21,7 +21,7 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import FinishReason
 
 _REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
-_MAX_TOLD = MAX_LIKELIEST - 1
+_MAX_LISTED = MAX_LIKELIEST - 1
 """The likeliest tokens among which one that was sampled is looked for."""
 _CERTAIN = 100.0
 MAX_CHARACTER = 4
@@ -56,72 +56,74 @@ class LlamaServer:
             ModelError: the server has another vocabulary.
         """
         window = self._connection.read(Props, "/props").default_generation_settings.n_ctx
-        asked = {"content": _PROBE, "add_special": False, "parse_special": False}
-        theirs = self._connection.read(TokenizeAnswer, "/tokenize", asked).tokens
+        body = {"content": _PROBE, "add_special": False, "parse_special": False}
+        theirs = self._connection.read(TokenizeAnswer, "/tokenize", body).tokens
         if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
-            said = f"The server at {self._connection.url} has another tokenizer than {self._policy.config.path}."
-            raise ModelError(said, "Start llama-server with a GGUF file of that model.")
+            message = f"The server at {self._connection.url} has another tokenizer than {self._policy.config.path}."
+            raise ModelError(message, "Start llama-server with a GGUF file of that model.")
         return window or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
         """Sample one turn from the base."""
         if request.temperature != 1:
-            said = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
-            raise ConfigError(said, "Sample at temperature 1, or with --engine rolling.")
+            message = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
+            raise ConfigError(message, "Sample at temperature 1, or with --engine rolling.")
         if request.policy.path:
             raise ConfigError("llama.cpp samples from an untrained base, not from a trained policy.", "Use --engine rolling.")
         reply, url = self._connection.read(LlamaTurn, "/completion", _body(request, limit)), self._connection.url
         ids = token_ids(reply.tokens or None, self._policy.vocabulary, url)
         if reply.stop_type not in _REASONS:
             raise InfraError(f"The server at {url} ended a turn with {reply.stop_type!r}.")
-        told = reply.completion_probabilities
-        if told is not None and len(told) < len(ids):
-            told = self._with_untold(request, ids, told)
-        found = None if told is None else [token.logprob for token in told]
-        top = [self._top(token, request.top_logprobs) for token in told or ()] if request.top_logprobs else ()
-        return ServerTurn(ids, logprobs(found, url), _REASONS[reply.stop_type], top)
+        probabilities = reply.completion_probabilities
+        if probabilities is not None and len(probabilities) < len(ids):
+            probabilities = self._complete_logprobs(request, ids, probabilities)
+        values = None if probabilities is None else [token.logprob for token in probabilities]
+        top = [self._top(token, request.top_logprobs) for token in probabilities or ()] if request.top_logprobs else ()
+        return ServerTurn(ids, logprobs(values, url), _REASONS[reply.stop_type], top)
 
-    def _with_untold(self, request: GenerateRequest, ids: Sequence[int], told: Sequence[Probability]) -> list[Probability]:
-        """What is told of each token, those that end within a character too.
+    def _complete_logprobs(
+        self, request: GenerateRequest, ids: Sequence[int], probabilities: Sequence[Probability]
+    ) -> list[Probability]:
+        """Return the probability of each sampled token; the server leaves out those that end within a character.
 
         Raises:
-            InfraError: what is told is of other tokens, or one cannot be found out.
+            InfraError: the server returned logprobs of other tokens, or cannot return one.
         """
-        rest, found, text = list(reversed(told)), list[Probability](), b""
+        rest, complete, text = list(reversed(probabilities)), list[Probability](), b""
         added = self._policy.tokenizer.added_tokens_decoder
         for place, token in enumerate(ids):
             silent = token in added and added[token].special  # it is no text there
             text = text[-MAX_CHARACTER:] + (b"" if silent else self._policy.chat.bytes_of(token) or b"")
             if rest and rest[-1].id == token and not ends_within_character(text):
-                found.append(rest.pop())
+                complete.append(rest.pop())
             else:
-                found.append(self._told_alone(request, ids[:place], token))
+                complete.append(self._lone_logprob(request, ids[:place], token))
         if rest:
             raise InfraError(f"The server at {self._connection.url} returned logprobs of tokens that it did not sample.")
-        return found
+        return complete
 
-    def _told_alone(self, request: GenerateRequest, before: Sequence[int], token: int) -> Probability:
-        """The logprob of a token that followed those before it; an end token, which is told, is drawn in its place.
+    def _lone_logprob(self, request: GenerateRequest, before: Sequence[int], token: int) -> Probability:
+        """The logprob of a token that followed those before it: an end token, which is returned, is drawn in its place.
 
         Raises:
             InfraError: it is not among the likeliest.
         """
-        asked = replace(request, prompt_ids=(*request.prompt_ids, *before))
+        longer = replace(request, prompt_ids=(*request.prompt_ids, *before))
         end = min(self._policy.chat.end_ids)
-        body = _body(asked, 1) | {"n_probs": min(_MAX_TOLD, self._policy.vocabulary), "logit_bias": [[end, _CERTAIN]]}
-        told = self._connection.read(LlamaTurn, "/completion", body).completion_probabilities or []
-        likely = (told[0].top_logprobs if told else None) or []
-        found = next((one.logprob for one in likely if one.id == token), None)
-        if found is None:
+        body = _body(longer, 1) | {"n_probs": min(_MAX_LISTED, self._policy.vocabulary), "logit_bias": [[end, _CERTAIN]]}
+        probabilities = self._connection.read(LlamaTurn, "/completion", body).completion_probabilities or []
+        likely = (probabilities[0].top_logprobs if probabilities else None) or []
+        logprob = next((one.logprob for one in likely if one.id == token), None)
+        if logprob is None:
             raise InfraError(f"The server at {self._connection.url} did not return the logprob of a sampled token.")
-        return Probability(id=token, logprob=found, top_logprobs=likely)
+        return Probability(id=token, logprob=logprob, top_logprobs=likely)
 
-    def _top(self, told: Probability, count: int) -> Likeliest:
-        if told.top_logprobs is None:
-            said = f"The server at {self._connection.url} does not return the likeliest tokens."
-            raise ModelError(said, "Do not request top_logprobs, or use a newer llama-server.")
-        found = {one.id: one.logprob for one in told.top_logprobs}
-        return likeliest(found, count, self._policy.vocabulary, self._connection.url)
+    def _top(self, probability: Probability, count: int) -> Likeliest:
+        if probability.top_logprobs is None:
+            message = f"The server at {self._connection.url} does not return the likeliest tokens."
+            raise ModelError(message, "Do not request top_logprobs, or use a newer llama-server.")
+        logprobs = {one.id: one.logprob for one in probability.top_logprobs}
+        return likeliest(logprobs, count, self._policy.vocabulary, self._connection.url)
 
 
 def ends_within_character(text: bytes) -> bool:

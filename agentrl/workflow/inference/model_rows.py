@@ -153,8 +153,10 @@ class _Expected:
 
     @classmethod
     def of(cls, policy: Policy) -> "_Expected":
-        most = min(policy.vocabulary, 100)
-        short, long = (tuple((3 + step * number) % most for number in range(length)) for step, length in ((7, 9), (11, 20)))
+        token_range = min(policy.vocabulary, 100)
+        short, long = (
+            tuple((3 + step * number) % token_range for number in range(length)) for step, length in ((7, 9), (11, 20))
+        )
         if policy.max_context < len(long):
             raise ModelError(f"The model reads only {policy.max_context} tokens.")
         with policy.sampling() as model:
@@ -165,7 +167,7 @@ class _Expected:
             ids = torch.tensor([long], device=policy.device)
             trained, _ = token_logprobs(model, ids, torch.ones_like(ids))
             rounding = ROUNDING if causal_model(model).dtype in (torch.float32, torch.float64) else HALF_ROUNDING
-        if any(bool(each.isnan().any()) for each in logits):
+        if any(bool(tensor.isnan().any()) for tensor in logits):
             raise nan_error()
         if not _agree(logits[2], logits[1][:13], rounding):
             raise ModelError("The model is not causal: a token's logits depend on later tokens.", SERVER_HINT)
@@ -186,12 +188,12 @@ def _try_out(rows: ModelRows, expected: _Expected) -> str:
 
 def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
     (short, long), (of_short, of_long) = expected.rows, expected.logits
-    found: list[Tensor] = []
-    known: list[Tensor] = []
+    results: list[Tensor] = []
+    references: list[Tensor] = []
 
     def step(at_short: int, at_long: int) -> None:
-        found.append(_step(rows, (short, at_short), (long, at_long)))
-        known.append(torch.stack([of_short[at_short], of_long[at_long]]))
+        results.append(_step(rows, (short, at_short), (long, at_long)))
+        references.append(torch.stack([of_short[at_short], of_long[at_long]]))
 
     try:
         rows.read(0, [short[:3], long[:10]])
@@ -199,15 +201,15 @@ def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
             step(3 + number, 10 + number)
         if resumes:
             rows.resume(2, [(rows.take(1, 14), long[14:17])])
-            found.append(_step(rows, (short, 7), (long, 14), (long, 17)))
-            known.append(torch.stack([of_short[7], of_long[14], of_long[17]]))
+            results.append(_step(rows, (short, 7), (long, 14), (long, 17)))
+            references.append(torch.stack([of_short[7], of_long[14], of_long[17]]))
             rows.drop(1, 2, 18, broken=False)
             step(8, 18)
     except Exception as error:
         if classify(error) != "other":
             raise
         return _sentence(error)
-    agree = all(_agree(*pair, expected.rounding) for pair in zip(found, known, strict=True))
+    agree = all(_agree(*pair, expected.rounding) for pair in zip(results, references, strict=True))
     return "" if agree else "its cache cannot be continued exactly"
 
 
@@ -217,9 +219,9 @@ def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
     return rows.next_logits(newest, torch.tensor([read for _, read in tokens]))
 
 
-def _agree(found: Tensor, expected: Tensor, rounding: float) -> bool:
-    found, expected = found.double(), expected.double()
-    return bool((found - expected).abs().mean() <= rounding * expected.std())
+def _agree(actual: Tensor, expected: Tensor, rounding: float) -> bool:
+    actual, expected = actual.double(), expected.double()
+    return bool((actual - expected).abs().mean() <= rounding * expected.std())
 
 
 def _sentence(error: Exception) -> str:

@@ -145,7 +145,7 @@ class OpenPolicy:
         critic = self._critic
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with self.policy.sampling() as model:
-            made = model(
+            output = model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -153,11 +153,11 @@ class OpenPolicy:
                 output_hidden_states=critic is not None,
             )
         logprobs = torch.zeros(ids.shape, device=ids.device)
-        predicted = scale_logits(made.logits[:, :-1].flatten(0, 1), self.limits.temperature).log_softmax(-1)
-        told = predicted.gather(-1, ids[:, 1:].reshape(-1, 1)).view(len(ids), -1)
-        logprobs[:, 1:] = torch.where((mask[:, 1:] * mask[:, :-1]) > 0, told, 0.0)
-        values = None if critic is None else critic(made.hidden_states[-1].to(critic.weight.dtype))[..., 0]
-        return PolicyOutput(made.logits, logprobs, values)
+        predicted = scale_logits(output.logits[:, :-1].flatten(0, 1), self.limits.temperature).log_softmax(-1)
+        own_logprobs = predicted.gather(-1, ids[:, 1:].reshape(-1, 1)).view(len(ids), -1)
+        logprobs[:, 1:] = torch.where((mask[:, 1:] * mask[:, :-1]) > 0, own_logprobs, 0.0)
+        values = None if critic is None else critic(output.hidden_states[-1].to(critic.weight.dtype))[..., 0]
+        return PolicyOutput(output.logits, logprobs, values)
 
     def _ask(
         self,
@@ -167,13 +167,13 @@ class OpenPolicy:
         sample: int,
         limits: dict[str, Any],
     ) -> Stream:
-        asked = self.within(**limits) if limits else self.limits
+        call_limits = self.within(**limits) if limits else self.limits
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
         keys, context = SamplingKey(self.seed, "chat", 0, "chat", sample), drafted.context(episode)
         key = keys.of_next(episode, context)
-        request = GenerateRequest.within(asked, context, self.ref, key, session=keys.bits)
+        request = GenerateRequest.within(call_limits, context, self.ref, key, session=keys.bits)
 
         def step(completion: Completion) -> Step:
             message = self.chat.parse(completion.token_ids, schemas)
@@ -187,10 +187,10 @@ class OpenPolicy:
         Raises:
             ConfigError: a limit is invalid, or the engine does not support it.
         """
-        kept = self.limits.model_dump() | changes
-        made = build({f"rollout.{key}": value for key, value in kept.items()}).rollout
-        engines.check_options(find("engines", made.engine), made)
-        return made
+        values = self.limits.model_dump() | changes
+        limits = build({f"rollout.{key}": value for key, value in values.items()}).rollout
+        engines.check_options(find("engines", limits.engine), limits)
+        return limits
 
     def _check_inputs(self, input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
         ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.policy.device)

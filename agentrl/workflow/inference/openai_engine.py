@@ -111,12 +111,12 @@ class OpenAIServer:
             raise ModelError(f"The server at {url} sampled from a prompt other than the given one.")
         if choice.finish_reason not in _REASONS:
             raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
-        found = choice.logprobs.token_logprobs if choice.logprobs else None
+        values = choice.logprobs.token_logprobs if choice.logprobs else None
         top = self._top(choice.logprobs, request.top_logprobs) if request.top_logprobs else ()
-        return ServerTurn(ids, logprobs(found, url), _REASONS[choice.finish_reason], top)
+        return ServerTurn(ids, logprobs(values, url), _REASONS[choice.finish_reason], top)
 
-    def _top(self, told: Logprobs | None, count: int) -> list[Likeliest]:
-        url, places = self._connection.url, (told.top_logprobs if told else None) or []
+    def _top(self, response: Logprobs | None, count: int) -> list[Likeliest]:
+        url, places = self._connection.url, (response.top_logprobs if response else None) or []
         return [likeliest(_by_id(place or {}, url), count, self._policy.vocabulary, url) for place in places]
 
     def _complete(self, name: str, body: dict[str, Any]) -> Choice:
@@ -174,9 +174,9 @@ class OpenAIServer:
     def _likeliest(self, temperature: float) -> float:
         """The logprob of the base's likeliest token at that temperature, after a token that every prompt contains."""
         prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
-        asked = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
-        told = self._complete(self._base, self._body(asked, 1)).logprobs
-        first = next(iter(told.top_logprobs or []), None) if told else None
+        request = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
+        response = self._complete(self._base, self._body(request, 1)).logprobs
+        first = next(iter(response.top_logprobs or []), None) if response else None
         return max(logprobs(list(first.values()) if first else None, self._connection.url))
 
     # adapters
@@ -230,12 +230,12 @@ class OpenAIServer:
 
 def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
     """The likeliest tokens at one place, by their ids: several may have the same text."""
-    named = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
-    if None in named:
+    by_match = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
+    if None in by_match:
         raise ModelError(
             f"The server at {url} returned the likeliest tokens without their ids.", "Do not request top_logprobs."
         )
-    return {int(name[1]): logprob for name, logprob in named.items() if name}
+    return {int(name[1]): logprob for name, logprob in by_match.items() if name}
 
 
 def _names(card: Card) -> set[str]:
@@ -244,7 +244,7 @@ def _names(card: Card) -> set[str]:
 
 
 def _publish_error(error: RequestRefused | InfraError, folder: Path) -> ConfigError:
-    if isinstance(error, RequestRefused) and error.status in (404, 405) and "adapter" not in error.said.lower():
+    if isinstance(error, RequestRefused) and error.status in (404, 405) and "adapter" not in error.reason.lower():
         hint = "Start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
     else:
         hint = f"Check that it can read {str(folder)!r}, and that --max-lora-rank is at least model.lora_r."

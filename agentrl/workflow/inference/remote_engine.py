@@ -152,58 +152,58 @@ class ServedEngine:
 
 def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
-        found = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
-        raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {found}.")
+        counts = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
+        raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {counts}.")
     if len(turn.top) != (len(turn.token_ids) if request.top_logprobs else 0):
         raise ModelError(f"The engine's server told the likeliest tokens of {len(turn.top)} places of {len(turn.token_ids)}.")
     return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds, tuple(turn.top))
 
 
-def token_ids(found: list[int] | None, vocabulary: int, url: str) -> list[int]:
+def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
     """Check that an answer has ids, each below `vocabulary`, and return them.
 
     Raises:
         ModelError: the answer has no ids, or some outside of the vocabulary.
     """
-    if found is None:
+    if ids is None:
         raise ModelError(
             f"The server at {url} does not return token ids.",
             "Use one that returns them (vLLM's return_token_ids), or --engine rolling.",
         )
-    strange = next((token for token in found if not 0 <= token < vocabulary), None)
+    strange = next((token for token in ids if not 0 <= token < vocabulary), None)
     if strange is not None:
         raise ModelError(f"The server at {url} sampled the token {strange!s:.40}, and the model has those below {vocabulary}.")
-    return found
+    return ids
 
 
-def logprobs(found: Sequence[float | None] | None, url: str) -> list[float]:
+def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     """Check an answer's logprobs and return them.
 
     Raises:
         ModelError: there are none, or one is NaN or no finite float32.
         InfraError: one is above 0 by more than rounding.
     """
-    if found is None:
-        said = f"The server at {url} returns no logprobs, which training needs."
-        raise ModelError(said, "Use vLLM, or --engine rolling.")
-    believed = [logprob for logprob in found if logprob is not None and LEAST <= logprob <= ROUNDING]
-    if len(believed) == len(found):
+    if values is None:
+        message = f"The server at {url} returns no logprobs, which training needs."
+        raise ModelError(message, "Use vLLM, or --engine rolling.")
+    believed = [logprob for logprob in values if logprob is not None and LEAST <= logprob <= ROUNDING]
+    if len(believed) == len(values):
         return believed
-    above = next((logprob for logprob in found if logprob is not None and logprob > ROUNDING), None)
+    above = next((logprob for logprob in values if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
     raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
 
 
-def likeliest(found: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
+def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
     """Check the tokens that a response lists for one position, id -> logprob, and return the likeliest.
 
     Raises:
         ModelError: an id is outside of the vocabulary, or a logprob no number.
         InfraError: a logprob is above 0 by more than rounding.
     """
-    told = zip(token_ids(list(found), vocabulary, url), logprobs(list(found.values()), url), strict=True)
-    return tuple(sorted(told, key=lambda one: (-one[1], one[0]))[:count])
+    pairs = zip(token_ids(list(candidates), vocabulary, url), logprobs(list(candidates.values()), url), strict=True)
+    return tuple(sorted(pairs, key=lambda one: (-one[1], one[0]))[:count])
 
 
 def seed(request: GenerateRequest) -> int:

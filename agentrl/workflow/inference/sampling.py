@@ -37,20 +37,20 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
         gives the logprob NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    words = logits.shape[-1]
+    vocabulary = logits.shape[-1]
     scale = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
     top = logits.amax(-1, keepdim=True)
-    weights = logits.new_empty((len(logits), -(-words // BLOCK) * BLOCK))
-    weights[:, words:] = -torch.inf
-    torch.sub(logits, top, out=weights[:, :words])
+    weights = logits.new_empty((len(logits), -(-vocabulary // BLOCK) * BLOCK))
+    weights[:, vocabulary:] = -torch.inf
+    torch.sub(logits, top, out=weights[:, :vocabulary])
     weights.div_(scale).exp_()
     blocks = weights.view(len(logits), -1, BLOCK)
     sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1].log()
     if floor is not None:
-        weights[:, :words].masked_fill_(scale_logits(logits, temperature) < floor[:, None], 0.0)
+        weights[:, :vocabulary].masked_fill_(scale_logits(logits, temperature) < floor[:, None], 0.0)
         sums = blocks.sum(-1).double().cumsum(-1)
-    ids = _choose_ids(blocks, sums, uniforms).clamp(max=words - 1)
+    ids = _choose_ids(blocks, sums, uniforms).clamp(max=vocabulary - 1)
     logprobs = ((logits.gather(-1, ids) - top) / scale)[:, 0].double() - total
     return ids[:, 0], logprobs.float()
 
@@ -128,13 +128,13 @@ def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     Returns:
         (N,) of the logits' type; -inf where all tokens are allowed, NaN in a row with a NaN.
     """
-    words = logits.shape[-1]
-    for width in (*(width for width in WIDTHS if width < words), words):
+    vocabulary = logits.shape[-1]
+    for width in (*(width for width in WIDTHS if width < vocabulary), vocabulary):
         best = logits.topk(width, dim=-1).values
         by_count = _kth(best, top_k)
         mass = mask_below(logits, by_count).logsumexp(-1)
         by_mass, reached = _nucleus(best, mass, top_p)
-        if width == words or bool((reached & (top_k <= width)).all()):
+        if width == vocabulary or bool((reached & (top_k <= width)).all()):
             break
     by_share = best[:, 0] + min_p.to(logits.dtype).log()
     return torch.maximum(torch.maximum(by_count, by_mass), by_share)

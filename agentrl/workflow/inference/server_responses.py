@@ -22,10 +22,10 @@ Shape = TypeVar("Shape", bound=ServerResponse)
 MAX_LIKELIEST = 1000
 
 
-def _few(found: Any) -> Any:
-    if isinstance(found, dict) and len(found) > MAX_LIKELIEST:
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LIKELIEST:
         raise ValueError(f"more than {MAX_LIKELIEST} tokens")
-    return found
+    return value
 
 
 Likeliest = Annotated[dict[str, float], BeforeValidator(_few)]
@@ -132,16 +132,16 @@ _short = Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def read(shape: type[Shape], found: Any, url: str, path: str) -> Shape:
+def read(shape: type[Shape], answer: Any, url: str, path: str) -> Shape:
     """Validate the answer of the server at `url` to `path`.
 
     Raises:
         InfraError: the answer has another shape; the message names the first difference.
     """
     try:
-        return shape.model_validate(found)
+        return shape.model_validate(answer)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the answer"
-        said = f"{where}: {wrong['msg']} (found {_short.repr(wrong['input']):.80})"
-        raise InfraError(f"The server at {url} answered {path} with data that this engine cannot read: {said}.") from error
+        problem = f"{where}: {wrong['msg']} (found {_short.repr(wrong['input']):.80})"
+        raise InfraError(f"The server at {url} answered {path} with data that this engine cannot read: {problem}.") from error

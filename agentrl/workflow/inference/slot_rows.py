@@ -56,14 +56,16 @@ class SlotRows:
 
     def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
         """Put back what was taken of rows and read the tokens since, fewest first."""
-        for slot, (kept, _) in enumerate(rows, start=first):
-            self._slots.put(kept, slot)
+        for slot, (states, _) in enumerate(rows, start=first):
+            self._slots.put(states, slot)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
             part = rows[start : start + count]
             if part[-1][1]:
-                past = torch.tensor([kept.length for kept, _ in part])
+                past = torch.tensor([states.length for states, _ in part])
                 positions = past[:, None] + torch.arange(len(part[-1][1]))
-                positions.clamp_(max=max(kept.length + len(tokens) for kept, tokens in part))  # padding may exceed the window
+                positions.clamp_(
+                    max=max(states.length + len(tokens) for states, tokens in part)
+                )  # padding may exceed the window
                 self._extend(first + start, _pad([tokens for _, tokens in part]), positions, int(positions.max()) + 1)
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:

@@ -39,30 +39,32 @@ class TracedStep:
 
 
 def traced_steps(
-    turns: Sequence[Turn], seconds: Sequence[float | None], chat: Chat, words: int, exact: bool
+    turns: Sequence[Turn], seconds: Sequence[float | None], chat: Chat, vocabulary: int, exact: bool
 ) -> list[TracedStep]:
     """Return the turns as steps, in their order.
 
     Args:
         seconds: how long each took.
-        words: the size of the model's vocabulary.
+        vocabulary: the size of the model's vocabulary.
         exact: take the spans' own tokens; else all are rendered.
 
     Raises:
         ValueError: a token is none of the model's, or there is nothing in a turn.
         ModelError: the template refuses the messages.
     """
-    lines, made = Lines(), list[TracedStep]()
+    lines, traced = Lines(), list[TracedStep]()
     for turn, took in zip(turns, seconds, strict=True):
         prompt_ids = turn.prompt_ids if exact else chat.opening(turn.messages, turn.tools)
         sampled_ids = turn.sampled_ids if exact else chat.turn(turn.said, turn.tools)
-        if not sampled_ids or max(*prompt_ids, *sampled_ids) >= words:
+        if not sampled_ids or max(*prompt_ids, *sampled_ids) >= vocabulary:
             raise ValueError(
-                f"its tokens are not in the vocabulary of the model, which has {words}" if sampled_ids else "a turn is empty"
+                f"its tokens are not in the vocabulary of the model, which has {vocabulary}"
+                if sampled_ids
+                else "a turn is empty"
             )
         draft = _place(lines, turn.messages, prompt_ids)
         step = Step(
-            index=len(made),
+            index=len(traced),
             prompt=draft.messages,
             prompt_ids=draft.prompt_ids,
             sampled_ids=sampled_ids,
@@ -76,9 +78,9 @@ def traced_steps(
             shared=draft.shared,
         )
         lines.add(step)
-        shown = _shown(made, draft, turn.answers) if draft.shared is None else {}
-        made.append(TracedStep(step, chat.decode(sampled_ids), turn.tools, draft.shared_messages, shown))
-    return made
+        results = _shown(traced, draft, turn.answers) if draft.shared is None else {}
+        traced.append(TracedStep(step, chat.decode(sampled_ids), turn.tools, draft.shared_messages, results))
+    return traced
 
 
 def _place(lines: Lines, messages: tuple[Message, ...], prompt_ids: tuple[int, ...]) -> AgentDraft:
@@ -90,11 +92,11 @@ def _place(lines: Lines, messages: tuple[Message, ...], prompt_ids: tuple[int, .
     return opening(lines, messages, prompt_ids, OTHER if lines.steps else None)
 
 
-def _shown(made: Sequence[TracedStep], draft: AgentDraft, answers: Sequence[int]) -> dict[tuple[int, int], str]:
+def _shown(traced: Sequence[TracedStep], draft: AgentDraft, answers: Sequence[int]) -> dict[tuple[int, int], str]:
     """What came of the calls of the step that the draft goes on from: the tools' messages; `answers` as in `Turn`."""
-    if not made or draft.parent < 0:
+    if not traced or draft.parent < 0:
         return {}
     results = [message.content for message in draft.messages if message.role == "tool"]
-    calls = len(made[draft.parent].step.message.tool_calls)
+    calls = len(traced[draft.parent].step.message.tool_calls)
     places = answers or range(len(results))
     return {(draft.parent, place): text for place, text in zip(places, results, strict=False) if 0 <= place < calls}

@@ -34,23 +34,23 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
         SandboxUnavailable: no sandbox works here.
         InfraError: the system failed.
     """
-    found: list[bool] = []
+    verdicts: list[bool] = []
     waiting = list(_batches(pairs))[::-1]
     used = 0.0
     while waiting:
         batch = waiting.pop()
         if used >= WHOLE_CPU_SECONDS:
-            found += [False] * len(batch)
+            verdicts += [False] * len(batch)
             continue
         result = asked("verdicts", json.dumps([list(map(list, batch))]))
         used += result.cpu_seconds
         if result.status == "ok":
-            found += (verdict is True for verdict in json.loads(result.value))
+            verdicts += (verdict is True for verdict in json.loads(result.value))
         elif len(batch) == 1:
-            found.append(False)
+            verdicts.append(False)
         else:  # one of the pairs takes too much: find out which
             waiting += [[pair] for pair in reversed(batch)]
-    return found
+    return verdicts
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
@@ -64,18 +64,18 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
         ValueError: these tests cannot judge any answer.
         SandboxUnavailable, InfraError: as `passed`.
     """
-    told: list[tuple[str, str | None]] = []
+    known_calls: list[tuple[str, str | None]] = []
     for turn in range(MAX_ROUNDS + 1):
         final = turn == MAX_ROUNDS
-        result = asked("outcome", json.dumps([reference, test, function, told, final]))
-        found: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _describe(result)}
-        if "unjudged" in found:
+        result = asked("outcome", json.dumps([reference, test, function, known_calls, final]))
+        reply: dict[str, Any] = json.loads(result.value) if result.status == "ok" else {"unjudged": _describe(result)}
+        if "unjudged" in reply:
             if turn:  # a value of the model's function
                 return []
-            raise ValueError(f"the tests cannot be judged: {found['unjudged']}")
-        if not found["asked"]:
-            return [held is True for held in found["passed"]]
-        told = [*told[: found["known"]], *((args, call(args)) for args in found["asked"])]
+            raise ValueError(f"the tests cannot be judged: {reply['unjudged']}")
+        if not reply["asked"]:
+            return [held is True for held in reply["passed"]]
+        known_calls = [*known_calls[: reply["known"]], *((args, call(args)) for args in reply["asked"])]
     return []
 
 

@@ -54,8 +54,8 @@ class Constants:
                 case ast.Set(items):
                     return set(_distinct([self.value(item) for item in items]))
                 case ast.Dict(keys, values) if None not in keys:
-                    found = _distinct([self.value(key) for key in keys if key is not None])
-                    return dict(zip(found, map(self.value, values), strict=True))
+                    distinct_keys = _distinct([self.value(key) for key in keys if key is not None])
+                    return dict(zip(distinct_keys, map(self.value, values), strict=True))
             return ast.literal_eval(node)
         except ArithmeticError as error:
             raise ValueError(f"no value: {error}") from error

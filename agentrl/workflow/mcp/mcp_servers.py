@@ -57,12 +57,12 @@ def command(name: str) -> list[str]:
         ConfigError: there is none.
     """
     try:
-        words = shlex.split(name.removeprefix(PREFIX))
+        args = shlex.split(name.removeprefix(PREFIX))
     except ValueError as error:
         raise ConfigError(f"{name!r} is not a command: {error}.", "Close the quotes.") from error
-    if not words or "\0" in name:
+    if not args or "\0" in name:
         raise ConfigError(f"Missing command after `mcp:` in {name!r}.", "Write --tools 'mcp:COMMAND ARGUMENTS'.")
-    return words
+    return args
 
 
 def describe_error(error: BaseException) -> str:
@@ -116,8 +116,10 @@ class McpServer:
                 if not _may_be_gone(error) or not await self._has_died(client):
                     raise _refusal(tool.name, error) from error
                 if tool.effects == "once":
-                    said = f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
-                    raise UnknownOutcome(said) from error
+                    message = (
+                        f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
+                    )
+                    raise UnknownOutcome(message) from error
         raise InfraError(f"The server {self.name!r} ended twice while {tool.name!r} ran.", "Its output is in the worker's log.")
 
     async def _connect(self) -> "Client":
@@ -136,8 +138,8 @@ class McpServer:
         from mcp import Client, stdio_client
 
         try:
-            with os.fdopen(2, "w", closefd=False) as words:
-                process = stdio_client(parameters(self.name), words)
+            with os.fdopen(2, "w", closefd=False) as stderr:
+                process = stdio_client(parameters(self.name), stderr)
                 async with asyncio.timeout(START_SECONDS) as starting, Client(process) as client:
                     starting.reschedule(None)
                     self.started += 1
@@ -192,10 +194,10 @@ def _text(name: str, result: "CallToolResult") -> str:
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    said = "\n".join(parts)
+    text = "\n".join(parts)
     if result.is_error:
-        raise ToolFailure(said or f"{name} failed")
-    return said
+        raise ToolFailure(text or f"{name} failed")
+    return text
 
 
 def _block(block: Any) -> str:
@@ -235,6 +237,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 def stop_servers() -> None:
     """End all servers that this process started."""
     with _servers_lock:
-        for each in _servers.values():
-            each.stop()
+        for mcp_server in _servers.values():
+            mcp_server.stop()
         _servers.clear()

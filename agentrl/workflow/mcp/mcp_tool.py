@@ -43,35 +43,41 @@ def absolute_name(name: str) -> str:
     if not is_server(name):
         return name
     # Links are not resolved: an interpreter behaves differently under another name.
-    words = [os.path.abspath(word) if {"/", "."} & set(word) and Path(word).is_file() else word for word in command(name)]
-    return PREFIX + shlex.join(words)
+    args = [os.path.abspath(arg) if {"/", "."} & set(arg) and Path(arg).is_file() else arg for arg in command(name)]
+    return PREFIX + shlex.join(args)
 
 
 @dataclass(frozen=True)
 class McpTool(Tool):
-    """A tool that a server runs. `told`: the server's description of it."""
+    """A tool that a server runs. `served_tool`: the server's description of it."""
 
-    told: ServedTool = field(kw_only=True)
+    served_tool: ServedTool = field(kw_only=True)
 
     @classmethod
-    def of(cls, told: ServedTool) -> "McpTool":
+    def of(cls, served_tool: ServedTool) -> "McpTool":
         """Return the tool that a run's config describes."""
-        return cls(_nothing, told.effects, CALL_SECONDS, opens=lambda: server(told.server).open(), told=told)
+        return cls(
+            _nothing,
+            served_tool.effects,
+            CALL_SECONDS,
+            opens=lambda: server(served_tool.server).open(),
+            served_tool=served_tool,
+        )
 
     @property
     def name(self) -> str:
         """The name the model writes."""
-        return self.told.name
+        return self.served_tool.name
 
     @property
     def title(self) -> str:
         """The name of the tool in error messages."""
-        return f"{super().title} of {self.told.server!r}"
+        return f"{super().title} of {self.served_tool.server!r}"
 
     @cached_property
     def schema(self) -> dict[str, Any]:
         """The server's schema, in the form that chat templates take."""
-        return function_schema(self.told.name, self.told.description, self.told.parameters)
+        return function_schema(self.served_tool.name, self.served_tool.description, self.served_tool.parameters)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """Call the tool on the server.
@@ -82,7 +88,9 @@ class McpTool(Tool):
             InfraError: the server does not start, or dies again and again.
             ConfigError: the SDK is not installed here.
         """
-        return clip(server(self.told.server).call(self.told, dict(arguments), self.timeout_seconds), self.max_characters)
+        return clip(
+            server(self.served_tool.server).call(self.served_tool, dict(arguments), self.timeout_seconds), self.max_characters
+        )
 
 
 def _nothing() -> str:
@@ -99,14 +107,14 @@ def list_tools(name: str) -> tuple[ServedTool, ...]:
         ConfigError: there is no SDK, no such command, or it is not a server that offers tools.
     """
     check_sdk()
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         try:
-            offered = asyncio.run(_list(parameters(name), said))
+            offered = asyncio.run(_list(parameters(name), log))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit | ConfigError):
                 raise
-            said.seek(0)
-            last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), describe_error(error))
+            log.seek(0)
+            last = next((line.strip() for line in reversed(log.read().splitlines()) if line.strip()), describe_error(error))
             raise ConfigError(
                 f"{name!r} did not list its tools: {last[:500]}.", "Run the command yourself to see why."
             ) from error
@@ -115,11 +123,11 @@ def list_tools(name: str) -> tuple[ServedTool, ...]:
     return tuple(_served_tool(name, tool) for tool in offered)
 
 
-async def _list(parameters: "StdioServerParameters", said: TextIO) -> "list[Offered]":
+async def _list(parameters: "StdioServerParameters", log: TextIO) -> "list[Offered]":
     from mcp import Client, stdio_client
 
     tools: list[Offered] = []
-    async with asyncio.timeout(START_SECONDS), Client(stdio_client(parameters, said)) as client:
+    async with asyncio.timeout(START_SECONDS), Client(stdio_client(parameters, log)) as client:
         page = await client.list_tools()
         tools += page.tools
         while page.next_cursor and len(tools) <= MAX_TOOLS:

@@ -22,12 +22,12 @@ def make_critic(policy: Policy) -> nn.Linear:
     with policy.training() as model:
         head = causal_model(model).get_output_embeddings()  # type: ignore[no-untyped-call]
         width = int(head.in_features)
-    made = nn.Linear(
+    critic = nn.Linear(
         width, 1, device=policy.device, dtype=torch.float64 if policy.config.numerics == "exact" else torch.float32
     )
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
+    nn.init.zeros_(critic.weight)
+    nn.init.zeros_(critic.bias)
+    return critic
 
 
 def critic_parameters(critic: nn.Linear) -> dict[str, nn.Parameter]:
@@ -48,11 +48,11 @@ def load_critic(critic: nn.Linear, folder: Path) -> None:
         CheckpointError: the checkpoint has no critic, or one of another width.
     """
     try:
-        found = load_file(folder / FILE)
+        tensors = load_file(folder / FILE)
         for name, parameter in critic_parameters(critic).items():
-            if found[name].shape != parameter.shape:
+            if tensors[name].shape != parameter.shape:
                 raise broken_error(folder, f"{FILE} is of another model")
-            parameter.copy_(found[name])
+            parameter.copy_(tensors[name])
     except (OSError, SafetensorError, KeyError) as error:
         raise broken_error(folder, f"{FILE} cannot be read: {error}") from error
 

@@ -28,9 +28,9 @@ def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
         adapter_config(policy).save_pretrained(str(scratch))
     else:
         _save_config(policy, scratch)
-    made = {file.relative_to(scratch).as_posix(): file.read_bytes() for file in scratch.rglob("*") if file.is_file()}
+    files = {file.relative_to(scratch).as_posix(): file.read_bytes() for file in scratch.rglob("*") if file.is_file()}
     shutil.rmtree(scratch)
-    return made
+    return files
 
 
 def adapter_config(policy: Policy) -> "LoraConfig":

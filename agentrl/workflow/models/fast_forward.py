@@ -165,9 +165,9 @@ def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
     Args:
         copies: whether each of the H heads gets its own copy of the shared keys and values (B, K, L, D).
     """
-    each = queries.shape[1] // keys.shape[1]
-    if copies and each > 1:
-        keys, values = (states.repeat_interleave(each, dim=1) for states in (keys, values))
+    heads_per_key = queries.shape[1] // keys.shape[1]
+    if copies and heads_per_key > 1:
+        keys, values = (states.repeat_interleave(heads_per_key, dim=1) for states in (keys, values))
     shared = queries.shape[1] != keys.shape[1]
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=bias, is_causal=bias is None, enable_gqa=shared

@@ -28,8 +28,8 @@ def folder_of_gguf(file: Path) -> Path:
     """
     if not file.is_file():
         raise ModelError(f"There is no file {str(file)!r}.", SERVER_HINT)
-    found = file.stat()
-    digest = hashlib.sha256(f"{file.resolve()} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:12]
+    status = file.stat()
+    digest = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = settings().cache_dir / "gguf" / f"{file.stem}-{digest}"
     if not folder.is_dir():
         _convert(file, folder)
@@ -48,14 +48,14 @@ def read_gguf_record(folder: Path) -> dict[str, Any]:
 def _convert(file: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
-        made = Path(scratch) / "model"
-        command = [sys.executable, "-P", "-m", "agentrl.workflow.models.dequantise", str(file.resolve()), str(made)]
+        output = Path(scratch) / "model"
+        command = [sys.executable, "-P", "-m", "agentrl.workflow.models.dequantise", str(file.resolve()), str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["the process died"])[-1]
             raise ModelError(f"{str(file)!r} cannot be loaded: {last.rstrip('.')}.", SERVER_HINT)
         try:
-            made.rename(folder)
+            output.rename(folder)
         except OSError:
             if not folder.is_dir():  # else another command made it meanwhile
                 raise

@@ -68,8 +68,8 @@ def read_shapes(folder: Path) -> Shapes:
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"The files in {str(folder)!r} are not a valid model: {file.name}: {error}.", _COPY) from error
     if not shapes:
-        said = f"The folder {str(folder)!r} holds no weights in *.safetensors."
-        raise ModelError(said, "Convert the model: save_pretrained(...)")
+        message = f"The folder {str(folder)!r} holds no weights in *.safetensors."
+        raise ModelError(message, "Convert the model: save_pretrained(...)")
     return shapes
 
 

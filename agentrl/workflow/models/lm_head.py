@@ -44,10 +44,10 @@ def head_logprobs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(device, enabled=False):
-        found: tuple[Tensor, Tensor] = _Head.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor] = _Head.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, targets, temperature, entropy_trains
         )
-    return found
+    return result
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
@@ -160,9 +160,9 @@ def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tenso
 def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
     """d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in memory of its own."""
     ours = logs - total.log()[:, None]
-    found = shares / total[:, None]
-    entropy = -torch.linalg.vecdot(found, ours)
-    return found.mul_(-(ours + entropy[:, None]))
+    probabilities = shares / total[:, None]
+    entropy = -torch.linalg.vecdot(probabilities, ours)
+    return probabilities.mul_(-(ours + entropy[:, None]))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -173,13 +173,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunk_slices(tokens: int, words: int) -> Iterator[slice]:
-    size = _chunk_size(words)
+def _chunk_slices(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = _chunk_size(vocabulary)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _chunk_size(words: int) -> int:
-    return max(1, HEAD_CHUNK // words)
+def _chunk_size(vocabulary: int) -> int:
+    return max(1, HEAD_CHUNK // vocabulary)
 
 
 def _widen(values: Tensor) -> Tensor:

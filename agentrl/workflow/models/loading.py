@@ -109,19 +109,19 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
     longest, vocabulary = context_and_vocabulary(folder, config.trust_remote_code)
     _check_vocabulary(load_chat(config, folder), vocabulary, folder)
     shapes = read_shapes(folder)
-    made = build_without_weights(config, folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    model = build_without_weights(config, folder)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
     if other:
         raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
     if {_place(name) for name in shapes}.isdisjoint(_place(name) for name in wanted):
         raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
     rank = lora_rank(config, folder)
-    layers = find_lora_layers(config, made) if rank else None
+    layers = find_lora_layers(config, model) if rank else None
     counts = count_by_name(layers.names) if layers else {}
-    trained = count_trained(made.num_parameters(), rank, layers)
-    remarks = (*_remark_on_gguf(folder), *(_remark_on_experts(made) if layers else ()))
-    return ModelFacts(_describe_sampler(config, made, longest), counts, trained, remarks)
+    trained = count_trained(model.num_parameters(), rank, layers)
+    remarks = (*_remark_on_gguf(folder), *(_remark_on_experts(model) if layers else ()))
+    return ModelFacts(_describe_sampler(config, model, longest), counts, trained, remarks)
 
 
 def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
@@ -153,8 +153,8 @@ def _place(name: str) -> str:
 def _check_vocabulary(chat: Chat, vocabulary: int, folder: Path) -> None:
     """Raises ModelError for a tokenizer that is not the model's; tokens that were added to one may exceed the vocabulary."""
     if chat.tokenizer.vocab_size > vocabulary:
-        said = f"The tokenizer in {str(folder)!r} has {chat.tokenizer.vocab_size:,} tokens, the model only {vocabulary:,}"
-        raise ModelError(f"{said}: it belongs to another model.", _COPY)
+        problem = f"The tokenizer in {str(folder)!r} has {chat.tokenizer.vocab_size:,} tokens, the model only {vocabulary:,}"
+        raise ModelError(f"{problem}: it belongs to another model.", _COPY)
 
 
 def build_without_weights(config: ModelConfig, folder: Path) -> Any:
@@ -171,10 +171,12 @@ def build_without_weights(config: ModelConfig, folder: Path) -> Any:
 
 def _refuse_other_kinds(config: Any) -> None:
     """Raises ModelError for a model that does not read tokens from left to right, as far as its config says."""
-    known = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if not known or config.is_encoder_decoder:
-        said = f"{config.model_type!r} is not a causal language model that transformers can run"
-        raise ModelError(f"{said}: it cannot be sampled or trained here.", "To evaluate it, use a server: --engine openai.")
+    is_supported = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(
+        config, "auto_map", {}
+    )
+    if not is_supported or config.is_encoder_decoder:
+        problem = f"{config.model_type!r} is not a causal language model that transformers can run"
+        raise ModelError(f"{problem}: it cannot be sampled or trained here.", "To evaluate it, use a server: --engine openai.")
 
 
 def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
@@ -203,8 +205,8 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
         transposed = any(isinstance(modules[name], Conv1D) for name in chosen)
         return LoraLayers.of({name: linear[name] for name in chosen}, modules, transposed)
     there = ", ".join(sorted(count_by_name(linear))[:20])
-    said = f"LoRA is to train {', '.join(missing)}, which are not linear layers of this model"
-    raise ModelError(f"{said}; it has {there}." if there else f"{said}.", "Set model.lora_targets, or model.lora_r=0.")
+    problem = f"LoRA is to train {', '.join(missing)}, which are not linear layers of this model"
+    raise ModelError(f"{problem}; it has {there}." if there else f"{problem}.", "Set model.lora_targets, or model.lora_r=0.")
 
 
 def _width(layer: Any) -> int:
@@ -222,8 +224,8 @@ def _decoder_modules(model: Any) -> list[tuple[str, str]]:
 
 
 def _other_shapes(folder: Path, which: str = "") -> ModelError:
-    said = f"The weights in {str(folder)!r} have other shapes than its config.json says"
-    return ModelError(f"{said}: {which}." if which else f"{said}.", _COPY)
+    problem = f"The weights in {str(folder)!r} have other shapes than its config.json says"
+    return ModelError(f"{problem}: {which}." if which else f"{problem}.", _COPY)
 
 
 def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConfig":
@@ -272,31 +274,31 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
         ModelError: the files make no tokenizer, or its template cannot be rendered.
         ConfigError: there is no such format.
     """
-    made = load_tokenizer(folder, config.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
-        made.chat_template = config.chat_template
-    return Chat(made, config.tool_format or AUTO, read_stop_ids(folder), config.strict_calls)
+        tokenizer.chat_template = config.chat_template
+    return Chat(tokenizer, config.tool_format or AUTO, read_stop_ids(folder), config.strict_calls)
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a turn by `generation_config.json`, or by `config.json` where that file names none."""
     for name in ("generation_config.json", "config.json"):
         listed = read_object(folder / name).get("eos_token_id")
-        ids = [each for each in (listed if isinstance(listed, list) else [listed]) if type(each) is int]
+        ids = [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
         if ids:
             return tuple(ids)
     return ()
 
 
 @contextmanager
-def _translate_faults(folder: Path, made: str) -> Iterator[None]:
+def _translate_faults(folder: Path, part: str) -> Iterator[None]:
     """Turns errors of the folder's files into one sentence; errors of the machine, such as out of memory, pass unchanged."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
-            raise ModelError(f"The {made} in {str(folder)!r} needs its own code.", TRUST) from error
-        raise ModelError(f"The files in {str(folder)!r} are not a valid {made}: {_sentence(error)}.") from error
+            raise ModelError(f"The {part} in {str(folder)!r} needs its own code.", TRUST) from error
+        raise ModelError(f"The files in {str(folder)!r} are not a valid {part}: {_sentence(error)}.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -311,8 +313,8 @@ def _translate_attention(config: ModelConfig) -> Iterator[None]:
     except (ImportError, ValueError) as error:
         if config.attn_implementation == "auto" or "attention" not in str(error).lower():
             raise
-        said = f"model.attn_implementation={config.attn_implementation} cannot be used here: {_sentence(error)}."
-        raise ModelError(said, "Set model.attn_implementation=auto.") from error
+        problem = f"model.attn_implementation={config.attn_implementation} cannot be used here: {_sentence(error)}."
+        raise ModelError(problem, "Set model.attn_implementation=auto.") from error
 
 
 def _options(code: bool) -> dict[str, Any]:
@@ -322,8 +324,8 @@ def _options(code: bool) -> dict[str, Any]:
 
 def _sentence(error: Exception) -> str:
     """transformers' message, without its advice to install another transformers."""
-    said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-    return f"it names an unknown {said}" if isinstance(error, KeyError) else said[:300]
+    text = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    return f"it names an unknown {text}" if isinstance(error, KeyError) else text[:300]
 
 
 def _dtype(config: ModelConfig, device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:

@@ -67,8 +67,8 @@ def token_logprobs(
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `token_scores` without a critic: the logprobs, and the entropies without a gradient."""
-    found = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
-    return found.logprobs, found.entropy
+    scores = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
+    return scores.logprobs, scores.entropy
 
 
 def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
@@ -84,8 +84,8 @@ def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted
     chosen = wanted[:, 1:]
     hidden = _hidden_on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
     head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
-    found, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
-    return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
+    logprobs, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
+    return logprobs.new_zeros(chosen.shape).masked_scatter(chosen, logprobs)
 
 
 def token_scores(
@@ -115,12 +115,12 @@ def token_scores(
     if _is_plain(causal):
         hidden = _hidden(causal.base_model, input_ids, attention_mask, prefixes)[:, :-1][chosen]
         head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
-        found = head_logprobs(head, hidden, targets, temperature, entropy_trains)
+        scores = head_logprobs(head, hidden, targets, temperature, entropy_trains)
     else:
         logits, hidden = _own_logits(causal, input_ids, attention_mask, chosen, critic is not None)
-        found = logits_logprobs(logits, targets, temperature, entropy_trains)
+        scores = logits_logprobs(logits, targets, temperature, entropy_trains)
     valued = () if critic is None else (critic(hidden.to(critic.weight.dtype))[:, 0],)
-    return Scores(*(values.new_zeros(chosen.shape).masked_scatter(chosen, values) for values in (*found, *valued)))
+    return Scores(*(values.new_zeros(chosen.shape).masked_scatter(chosen, values) for values in (*scores, *valued)))
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -179,9 +179,9 @@ def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
     lines = [[*first, *row], [*other, *row], [*row, *first]]
     positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
     device = next(causal.parameters()).device
-    found = _hidden_on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
-    behind, alike, before = found[0, 4:], found[1, 4:], found[2, :3]
-    rounding = 1e-3 if found.dtype in (torch.float32, torch.float64) else 0.05
+    states = _hidden_on_lines(causal.base_model, *(torch.tensor(values, device=device) for values in (lines, positions)))
+    behind, alike, before = states[0, 4:], states[1, 4:], states[2, :3]
+    rounding = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.05
     return torch.equal(behind, alike) and bool((behind - before).abs().max() <= rounding * behind.abs().max())
 
 
@@ -241,8 +241,8 @@ def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hi
     if not hidden:
         logits = kept_logits(causal, columns, **_inputs(ids, mask), use_cache=False)[chosen[:, columns]]
         return logits, logits.new_empty(0)
-    made = causal(**_inputs(ids, mask), use_cache=False, output_hidden_states=True)
-    return made.logits[:, :-1][chosen], made.hidden_states[-1][:, :-1][chosen]
+    output = causal(**_inputs(ids, mask), use_cache=False, output_hidden_states=True)
+    return output.logits[:, :-1][chosen], output.hidden_states[-1][:, :-1][chosen]
 
 
 def _is_plain(causal: PreTrainedModel) -> bool:

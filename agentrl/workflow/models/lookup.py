@@ -82,15 +82,15 @@ def existing_model(name: str, dataset: str) -> str:
 
 
 def _no_tiny(dataset: str) -> ModelError:
-    said = f"The tiny model for {dataset!r} does not exist yet"
+    problem = f"The tiny model for {dataset!r} does not exist yet"
     if kind_of_source(dataset) != "plugin" or "," in dataset:
         own = "" if "," in dataset else f"Train it on its answers: agentrl sft --dataset {dataset} --model tiny. "
         others = "another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
-        return ModelError(f"{said}.", f"{own}{'Or train' if own else 'Train'} {others}")
+        return ModelError(f"{problem}.", f"{own}{'Or train' if own else 'Train'} {others}")
     if find("datasets", dataset).demonstrations is not None:
-        return ModelError(f"{said}.", f"Train it: agentrl sft --dataset {dataset} --model tiny")
+        return ModelError(f"{problem}.", f"Train it: agentrl sft --dataset {dataset} --model tiny")
     return ModelError(
-        f"{said}, and the dataset has no demonstrations to train it on.",
+        f"{problem}, and the dataset has no demonstrations to train it on.",
         "Train another: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
     )
 
@@ -112,9 +112,9 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
 
 def code_files(folder: Path) -> tuple[Path, ...]:
     """Return the code files in a model's folder, if its config or its tokenizer's names one of them."""
-    named = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
+    modules = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
-    return there if named & {file.stem for file in there} else ()
+    return there if modules & {file.stem for file in there} else ()
 
 
 def _named_modules(file: Path) -> Iterator[str]:
@@ -124,8 +124,8 @@ def _named_modules(file: Path) -> Iterator[str]:
             tree = json.loads(stream.read(MAX_CONFIG))
     except (OSError, ValueError, RecursionError):
         return  # loading it reports the error
-    named = tree.get("auto_map") if isinstance(tree, dict) else None
-    for value in named.values() if isinstance(named, dict) else ():
+    entries = tree.get("auto_map") if isinstance(tree, dict) else None
+    for value in entries.values() if isinstance(entries, dict) else ():
         for name in value if isinstance(value, list) else (value,):
             if isinstance(name, str):
                 yield name.rpartition("--")[2].partition(".")[0]
@@ -191,10 +191,10 @@ def check_on_hub(name: str) -> None:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError as error:
         raise _unknown_model(name) from error
-    said = "known" if cached else hub.ask_hub("model", name)
-    if said == "unknown":
+    answer = "known" if cached else hub.ask_hub("model", name)
+    if answer == "unknown":
         raise _unknown_model(name)
-    if said == "away":
+    if answer == "away":
         raise _hub_away(name)
 
 
@@ -286,12 +286,12 @@ def base_hash(folder: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def check_base(base: str, known: str) -> None:
+def check_base(base: str, expected_hash: str) -> None:
     """Check by its hash (empty: not known) that a local base is the one that weights were trained on.
 
     Raises:
         ModelError: the base has changed.
     """
-    if known and Path(base).is_dir() and base_hash(Path(base)) != known:
-        said = f"The model in {base!r} has changed since these weights were trained on it (sha256 {known[:12]}...)"
-        raise ModelError(f"{said}.", "Put the old base back, or use another policy.")
+    if expected_hash and Path(base).is_dir() and base_hash(Path(base)) != expected_hash:
+        problem = f"The model in {base!r} has changed since these weights were trained on it (sha256 {expected_hash[:12]}...)"
+        raise ModelError(f"{problem}.", "Put the old base back, or use another policy.")

@@ -57,8 +57,8 @@ def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
         siblings: names of all parameters of the model; Mamba's layers have one called `D`.
     """
     hidden = EXPERT_NAMES if any(".experts." in name for name in siblings) else frozenset()
-    kept = [name for name in names if not LEFT_OUT & set(name.split(".")) and _last(name) not in hidden]
-    return [name for name in kept if not _is_read_by_kernel(name, siblings)]
+    candidates = [name for name in names if not LEFT_OUT & set(name.split(".")) and _last(name) not in hidden]
+    return [name for name in candidates if not _is_read_by_kernel(name, siblings)]
 
 
 def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:

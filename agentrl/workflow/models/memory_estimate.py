@@ -123,10 +123,10 @@ class Shape:
     @cached_property
     def embeddings(self) -> int:
         """Weights of the embedding, and of the head where it is one of its own."""
-        found = {name: prod(shape) for name, shape in self.weights.items() if len(shape) == 2 and self.vocabulary in shape}
+        sizes = {name: prod(shape) for name, shape in self.weights.items() if len(shape) == 2 and self.vocabulary in shape}
         if self.config.get("tie_word_embeddings", False):
-            found = {name: size for name, size in found.items() if not name.endswith("lm_head.weight")} or found
-        return sum(found.values())
+            sizes = {name: size for name, size in sizes.items() if not name.endswith("lm_head.weight")} or sizes
+        return sum(sizes.values())
 
     @cached_property
     def small(self) -> int:

@@ -53,8 +53,8 @@ def why_not_packed(dtype: torch.dtype) -> str:
     try:
         with torch.no_grad():
             product = pack_with_onednn(weight, bias)
-            found = torch.cat([product(inputs), product(inputs[:1])])
-            off = float((found.double() - torch.cat([exact, exact[:1]])).abs().max() / exact.abs().max())
+            outputs = torch.cat([product(inputs), product(inputs[:1])])
+            off = float((outputs.double() - torch.cat([exact, exact[:1]])).abs().max() / exact.abs().max())
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0].rpartition(": ")[2].rstrip(".") or type(error).__name__
     return "" if off <= ROUNDING[dtype] else f"a packed product is off by {off:.2g}"
@@ -62,10 +62,10 @@ def why_not_packed(dtype: torch.dtype) -> str:
 
 def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
     """Return the packed product itself; raises if oneDNN has none."""
-    kept = torch.ops.mkldnn._reorder_linear_weight(weight)
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def product(inputs: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, kept, bias, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, packed_weight, bias, "none", [], "")
         return result
 
     return product

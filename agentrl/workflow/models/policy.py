@@ -325,10 +325,11 @@ class Policy:
     def _reload_base(self) -> Any:
         """Reads the base from its folder again; the hash is checked after reading, so that no change slips in between."""
         loaded = self._base()
-        found = base_hash(self.folder)
-        if found != self.base_hash:
+        current_hash = base_hash(self.folder)
+        if current_hash != self.base_hash:
             raise CheckpointError(
-                f"The base in {str(self.folder)!r} has changed: its hash was {self.base_hash[:12]}, now it is {found[:12]}.",
+                f"The base in {str(self.folder)!r} has changed: its hash was {self.base_hash[:12]}, "
+                f"now it is {current_hash[:12]}.",
                 "Submit a new run, or put the old files back.",
             )
         return loaded
@@ -364,9 +365,9 @@ def checked_weights(folder: Path, sha256: str) -> Path:
             f"The weights of the checkpoint {str(folder)!r} are missing.",
             "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
         )
-    found = sha256_file(file)
-    if found != sha256:
-        raise CheckpointError(f"{str(file)!r} has sha256 {found[:12]}, the record says {sha256[:12]}: it was altered.")
+    digest = sha256_file(file)
+    if digest != sha256:
+        raise CheckpointError(f"{str(file)!r} has sha256 {digest[:12]}, the record says {sha256[:12]}: it was altered.")
     return file
 
 
@@ -389,13 +390,13 @@ def open_run_base(
         ModelError: the base cannot be loaded, or is not the run's.
     """
     policy = Policy.load(config, base, device, threads)
-    found = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
-    found |= {"code": policy.code_hash} if policy.code_hash else {}
-    known = {"base": base_hash or policy.base_hash, **manifest}
-    for name, value in found.items():
-        if known.get(name, value) != value:
+    actual_hashes = {"base": policy.base_hash, "tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
+    actual_hashes |= {"code": policy.code_hash} if policy.code_hash else {}
+    expected_hashes = {"base": base_hash or policy.base_hash, **manifest}
+    for name, value in actual_hashes.items():
+        if expected_hashes.get(name, value) != value:
             raise ModelError(
-                f"The run was submitted with {name} {known[name][:12]}, but {base!r} has {value[:12]} here.",
+                f"The run was submitted with {name} {expected_hashes[name][:12]}, but {base!r} has {value[:12]} here.",
                 "Copy the same model here.",
             )
     return policy

@@ -73,13 +73,13 @@ class Judge(Tool):
             SandboxUnavailable: nothing here can hold model-written code.
             InfraError: the system failed it.
         """
-        asked = self.asks(episode)
-        return self.reads(self.run(asked).content) if isinstance(asked, Mapping) else asked
+        question = self.asks(episode)
+        return self.reads(self.run(question).content) if isinstance(question, Mapping) else question
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
         """See `Tool.run`."""
-        found = self.returned(arguments)
-        return found if isinstance(found, ToolResult) else ToolResult(str(found))
+        result = self.returned(arguments)
+        return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
         """Return the system's failure: what the judged code may take is limited inside."""
@@ -92,8 +92,8 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
     Raises:
         ConfigError: a judge's name is too long.
     """
-    found = {name: find("rewards", name) for name in weights}
-    judges = {name: reward for name, reward in found.items() if isinstance(reward, Judge)}
+    rewards = {name: find("rewards", name) for name in weights}
+    judges = {name: reward for name, reward in rewards.items() if isinstance(reward, Judge)}
     for name in judges:
         if len(name) > MAX_JUDGE:
             raise ConfigError(f"The reward {name[:60]!r}... has {len(name)} characters.", f"At most {MAX_JUDGE}.")
@@ -107,8 +107,8 @@ def check_rewards(weights: Mapping[str, float]) -> None:
         ConfigError: one cannot.
     """
     for name in weights:
-        if said := _uncallable(find("rewards", name)):
-            raise ConfigError(f"The reward {name!r} {said}.", "Write it as def reward(episode): return 1.0")
+        if problem := _uncallable(find("rewards", name)):
+            raise ConfigError(f"The reward {name!r} {problem}.", "Write it as def reward(episode): return 1.0")
 
 
 def _uncallable(reward: Reward) -> str:
@@ -134,13 +134,13 @@ def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collectio
     Raises:
         RewardError: a judge that is not optional cannot be asked about it.
     """
-    asked, (read, _) = {}, as_read(episode)
+    calls, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
         with _passed_over(name in optional), _raise_reward_errors(name):
             question = judge.asks(read)
             if isinstance(question, Mapping):
-                asked[name] = question
-    return asked
+                calls[name] = question
+    return calls
 
 
 def verdicts(
@@ -186,9 +186,9 @@ def score(
         with _passed_over(name in optional):
             with _raise_reward_errors(name):
                 value = judged[name] if name in judged else find("rewards", name)(read)
-                found = None if value is None and name in judged else numbers(value)
-            if found is not None:
-                parts[name] = part_of(found, len(places), f"reward {name!r}")
+                values = None if value is None and name in judged else numbers(value)
+            if values is not None:
+                parts[name] = part_of(values, len(places), f"reward {name!r}")
     return spread(parts, places, len(episode.steps))
 
 

@@ -16,5 +16,5 @@ def length(episode: Episode) -> tuple[float, ...]:
     """
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
-    most = episode.limits.max_new_tokens * episode.limits.max_steps
-    return tuple(-len(step.sampled_ids) / most for step in episode.steps)
+    max_tokens = episode.limits.max_new_tokens * episode.limits.max_steps
+    return tuple(-len(step.sampled_ids) / max_tokens for step in episode.steps)

@@ -22,7 +22,7 @@ from agentrl.workflow.errors import ConfigError, SandboxUnavailable, ToolFailure
 from agentrl.workflow.installation import install_command
 from agentrl.workflow.judging import code_judge
 from agentrl.workflow.rewards import Judge
-from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, told, writable
+from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, verdict_result, writable
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.sandbox import Limits, Session, exact_json
@@ -100,7 +100,7 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
         raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
-    return told(right, cpu_seconds)
+    return verdict_result(right, cpu_seconds)
 
 
 @lru_cache(maxsize=4096)
@@ -148,9 +148,9 @@ def installed() -> tuple[str, ...]:
     Raises:
         ConfigError: one of them is not installed.
     """
-    found = [find_spec(name) for name in PACKAGES]
-    folders = [folder for spec in found if spec for folder in spec.submodule_search_locations or ()]
-    if not all(found):
+    specs = [find_spec(name) for name in PACKAGES]
+    folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    if not all(specs):
         raise ConfigError("The reward math_answer needs math-verify, which is not installed.", install_command("math"))
     return (*folders, *(str(Path(file.locate()).parent) for file in metadata.files(ASKED_FOR) or () if file.name == "METADATA"))
 

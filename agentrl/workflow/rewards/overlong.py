@@ -30,8 +30,8 @@ def overlong(episode: Episode) -> tuple[float, ...]:
     """
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
-    most = episode.limits.max_new_tokens
-    return _punished(episode, most, most * CACHE_SHARE)
+    max_tokens = episode.limits.max_new_tokens
+    return _punished(episode, max_tokens, max_tokens * CACHE_SHARE)
 
 
 def within(max_tokens: int, cache: int) -> Reward:
@@ -49,12 +49,12 @@ def within(max_tokens: int, cache: int) -> Reward:
     return punished
 
 
-def _punished(episode: Episode, most: float, cache: float) -> tuple[float, ...]:
-    return tuple(_of_turn(step, most, cache) for step in episode.steps)
+def _punished(episode: Episode, max_tokens: float, cache: float) -> tuple[float, ...]:
+    return tuple(_of_turn(step, max_tokens, cache) for step in episode.steps)
 
 
-def _of_turn(step: Step, most: float, cache: float) -> float:
+def _of_turn(step: Step, max_tokens: float, cache: float) -> float:
     tokens = len(step.sampled_ids)
-    if tokens > most or step.finish_reason == "length":
+    if tokens > max_tokens or step.finish_reason == "length":
         return -1.0
-    return min(0.0, (most - cache - tokens) / cache)
+    return min(0.0, (max_tokens - cache - tokens) / cache)

@@ -13,7 +13,15 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from agentrl.workflow.rewards import Judge, Value
-from agentrl.workflow.rewards.tests_passed import JUDGE_SECONDS, WHOLE_CPU_SECONDS, Budget, opened, share, told, writable
+from agentrl.workflow.rewards.tests_passed import (
+    JUDGE_SECONDS,
+    WHOLE_CPU_SECONDS,
+    Budget,
+    opened,
+    share,
+    verdict_result,
+    writable,
+)
 from agentrl.workflow.tools.python import SANDBOX, sandbox
 from agentrl.workflow.trajectory import Episode, Step, ToolResult
 
@@ -47,7 +55,7 @@ def _progress(setup: str, tried: list[list[str]], function: str, visible: list[s
         for code in programs:
             with opened() as session:
                 shares[-1].append(share(session, (setup, code), function, visible, budget))
-    return told(shares, budget.used)
+    return verdict_result(shares, budget.used)
 
 
 def gained(shares: str) -> list[float]:

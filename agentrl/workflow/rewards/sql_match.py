@@ -38,8 +38,8 @@ def sql_match(episode: Episode) -> float:
         raise ValueError(f"the reference of task {episode.task.key!r} does not run, or gives no row")
     if episode.stop_reason != "answered":
         return 0.0
-    found = _rows(where, read_query(episode.final_answer), len(wanted) + 1)
-    return float(found == wanted if ordered(episode.task.reference) else Counter(found) == Counter(wanted))
+    rows = _rows(where, read_query(episode.final_answer), len(wanted) + 1)
+    return float(rows == wanted if ordered(episode.task.reference) else Counter(rows) == Counter(wanted))
 
 
 sql_match.reference_form = "{}"  # type: ignore[attr-defined]

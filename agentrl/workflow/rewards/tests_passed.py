@@ -94,12 +94,12 @@ def writable(code: str) -> bool:
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
     """The share of the tests that the answer's function passes: of the hidden cases, or those of a program of tests."""
-    return told(*_judged(setup, answer, function, tuple(hidden), test, reference)())
+    return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
-def told(found: object, cpu_seconds: float) -> ToolResult:
+def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
     """Return a verdict in the format of its row."""
-    return ToolResult(json.dumps(found), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
+    return ToolResult(json.dumps(verdict), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 
 @lru_cache(maxsize=4096)
@@ -191,10 +191,10 @@ class Calls:
             return None
         function = self._function
         if args.startswith(WITH_SOURCE):
-            made = json.loads(args)
-            if not self.begun((made["source"],)):
+            call = json.loads(args)
+            if not self.begun((call["source"],)):
                 return None
-            function, args = CALLER, made["args"]
+            function, args = CALLER, call["args"]
         result = _ended(self._session.call(function, args))
         self._budget.pay(result)
         self._late += {"timeout_cpu": 1, "timeout_wall": MAX_LATE}.get(result.status, 0)

@@ -52,5 +52,5 @@ def read_answer(text: str) -> str:
 
 def normal(text: str) -> str:
     """Return the words of a text in lower case, without articles and without punctuation at their ends."""
-    words = (word.strip(ENDS) for word in unicodedata.normalize("NFKC", text).casefold().split())
-    return " ".join(word for word in words if word and word not in ARTICLES)
+    terms = (term.strip(ENDS) for term in unicodedata.normalize("NFKC", text).casefold().split())
+    return " ".join(term for term in terms if term and term not in ARTICLES)

@@ -9,6 +9,6 @@ from agentrl.workflow.trajectory import Episode
 
 def tool_use(episode: Episode) -> float:
     """Return the share."""
-    made = sum(len(step.message.tool_calls) for step in episode.steps)
+    calls = sum(len(step.message.tool_calls) for step in episode.steps)
     worked = sum(result.error_class is None for step in episode.steps for result in step.results or ())
-    return worked / made if made else 0.0
+    return worked / calls if calls else 0.0

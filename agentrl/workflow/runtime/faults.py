@@ -50,8 +50,8 @@ def _plan() -> _Plan | None:
     folder = os.environ.get("AGENTRL_FAULT_DIR")
     if not folder:
         return None
-    asked = [text.split(":") for text in os.environ.get("AGENTRL_FAULT", "").split(",") if text]
-    return _Plan(Path(folder), tuple((name, int(number), action) for name, number, action in asked))
+    entries = [text.split(":") for text in os.environ.get("AGENTRL_FAULT", "").split(",") if text]
+    return _Plan(Path(folder), tuple((name, int(number), action) for name, number, action in entries))
 
 
 def _count(file: Path) -> int:

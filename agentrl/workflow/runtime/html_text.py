@@ -64,10 +64,10 @@ class _Words(HTMLParser):
 
 def extract_text(page: str) -> str:
     """Return the text of a page, without limits."""
-    words = _Words()
-    words.feed(page)
-    words.close()
-    lines = (" ".join(line.split()) for line in "".join(words.parts).splitlines())
+    parser = _Words()
+    parser.feed(page)
+    parser.close()
+    lines = (" ".join(line.split()) for line in "".join(parser.parts).splitlines())
     return "\n".join(line for line in lines if line)
 
 

@@ -37,13 +37,13 @@ class Warm(Generic[Kept]):
             AgentRLError: it cannot be opened.
         """
         with waiting():
-            kept = self._places().get()
+            process = self._places().get()
         try:
-            if kept is None or not kept.alive:
-                kept = self._opened()
-            yield kept
+            if process is None or not process.alive:
+                process = self._opened()
+            yield process
         finally:
-            self._places().put(kept)
+            self._places().put(process)
 
     @property
     def idle(self) -> int:

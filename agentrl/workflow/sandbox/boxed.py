@@ -40,11 +40,11 @@ class Boxed:
             try:
                 return self._run(code, stdin, limits)
             except InfraError as error:
-                said = str(error)
+                message = str(error)
             except Exception as error:  # no descriptor, no memory, a bug of ours: never the program's mistake
                 log.exception("a sandbox failed")
-                said = f"{type(error).__name__}: {error}"
-            return CodeResult("sandbox_fault", said, None, 0.0, 0.0, self.kind)
+                message = f"{type(error).__name__}: {error}"
+            return CodeResult("sandbox_fault", message, None, 0.0, 0.0, self.kind)
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""

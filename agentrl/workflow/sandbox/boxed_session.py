@@ -38,10 +38,10 @@ class BoxedLine:
                 inside = Inside(scripts, (theirs.fileno(),), numbers, nothing.fileno(), output, True, reads=tuple(reads))
                 self._box = launch.start(limits, inside)
         except InfraError as error:
-            said = self.take_output()
+            text = self.take_output()
             self._socket.close()
             os.close(self._printed)
-            raise explain_error(error, said) from error
+            raise explain_error(error, text) from error
         finally:
             os.close(output)
         self._state: Set[int] = set()
@@ -106,10 +106,10 @@ class BoxedLine:
         return cpu_seconds_of(self._box, self._keepers | self._state)
 
     def _receive(self) -> tuple[bytes, int]:
-        part, told, _, _ = self._socket.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS))
+        part, ancillary, _, _ = self._socket.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS))
         if not part:
             raise BrokenLine("its processes are gone")
-        process = next((int.from_bytes(data[:4], "little") for _, kind, data in told if kind == socket.SCM_CREDENTIALS), 0)
+        process = next((int.from_bytes(data[:4], "little") for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS), 0)
         return part, process
 
 
@@ -123,6 +123,6 @@ def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Se
     try:
         return CellSession(line, launch.kind, limits, turns, spawn.START_SECONDS)
     except (BrokenLine, freeze.SettleError, OSError) as error:
-        said = line.take_output()
+        output = line.take_output()
         line.close()
-        raise explain_error(InfraError(f"A session's sandbox did not start: {error}."), said) from error
+        raise explain_error(InfraError(f"A session's sandbox did not start: {error}."), output) from error

@@ -76,10 +76,10 @@ def read_exactly(length: int) -> bytes:
 
 def read_line() -> bytes:
     """Read the next line of stdin, and not a byte more."""
-    found = b""
-    while not found.endswith(b"\n"):
-        found += read_exactly(1)
-    return found
+    line = b""
+    while not line.endswith(b"\n"):
+        line += read_exactly(1)
+    return line
 
 
 def make_file(content: bytes) -> int:
@@ -122,13 +122,13 @@ def counts(waited: float) -> bytes:
     Args:
         waited: seconds that the container waited for a core.
     """
-    found = {"waited": waited}
+    values = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
         for path in (GROUPS + file for file in (first, second) if file and os.path.exists(GROUPS + file)):
             with open(path) as file:
-                words = file.read().split()
-            found[name] = int(words[words.index(word) + 1 if word in words else 0]) if not word or word in words else 0
-    return json.dumps(found).encode()
+                fields = file.read().split()
+            values[name] = int(fields[fields.index(word) + 1 if word in fields else 0]) if not word or word in fields else 0
+    return json.dumps(values).encode()
 
 
 def drain(output: int) -> None:
@@ -190,9 +190,9 @@ class FrameRelay:
 
     def relay_message(self) -> bool:
         """Relay a message of one of the session's processes, after all output that came before it."""
-        data, told, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
+        data, ancillary, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
-        process = CREDENTIALS.unpack(told[0][2])[0] if told else 0
+        process = CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0
         send(b"C", process.to_bytes(4, "little") + data)  # without data: it is closed
         return bool(data)
 
@@ -236,15 +236,15 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header: Header = json.loads(read_line())
     sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))
-    (heard, told), (ready, made_ready) = os.pipe(), os.pipe()
+    (heard, output), (ready, made_ready) = os.pipe(), os.pipe()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    places = {0: stdin, 1: told, 2: told, SOURCES: sources, CODE: code, CONTROL: theirs.fileno(), READY: made_ready}
+    places = {0: stdin, 1: output, 2: output, SOURCES: sources, CODE: code, CONTROL: theirs.fileno(), READY: made_ready}
     child = os.fork()
     if child == 0:
         become(header, places)
     theirs.close()
-    for fd in (sources, code, stdin, told, made_ready):
+    for fd in (sources, code, stdin, output, made_ready):
         os.close(fd)
     relay = FrameRelay(child, heard, ours, ready)
     ended = relay.run()

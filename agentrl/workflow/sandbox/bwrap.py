@@ -51,44 +51,44 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
         filter_file: the system call filter; None for the zygote, which forks into namespaces and sets the filter then.
         first: make the interpreter the first process of the namespace, and not a child of bwrap's own.
     """
-    words = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    words += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
+    args = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    args += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
     for path in READ_ONLY:
-        words += ["--ro-bind-try", path, path]
-    words += ["--size", str(tmp_bytes), "--tmpfs", "/tmp"]
+        args += ["--ro-bind-try", path, path]
+    args += ["--size", str(tmp_bytes), "--tmpfs", "/tmp"]
     for path in profile.folders:  # after /tmp, which may contain some
-        words += ["--ro-bind", path, path]
-    words += ["--proc", "/proc"] if profile.proc else ["--tmpfs", "/proc"]
-    words += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--remount-ro", "/", "--chdir", "/tmp"]
+        args += ["--ro-bind", path, path]
+    args += ["--proc", "/proc"] if profile.proc else ["--tmpfs", "/proc"]
+    args += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    args += ["--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in ENVIRONMENT.items():
-        words += ["--setenv", name, value]
-    words += ["--info-fd", str(info), "--block-fd", str(go), *(["--as-pid-1"] if first else [])]
+        args += ["--setenv", name, value]
+    args += ["--info-fd", str(info), "--block-fd", str(go), *(["--as-pid-1"] if first else [])]
     if filter_file is not None:
-        words += ["--seccomp", str(filter_file), *(["--disable-userns"] if profile.disable_userns else [])]
-    return b"".join(os.fsencode(word) + b"\0" for word in words)
+        args += ["--seccomp", str(filter_file), *(["--disable-userns"] if profile.disable_userns else [])]
+    return b"".join(os.fsencode(arg) + b"\0" for arg in args)
 
 
 def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
     """Return the whole command line, outermost first: join the groups, drop the user, bwrap, the interpreter."""
-    words = [profile.bwrap, "--args", str(args), "--", *inside]
+    argv = [profile.bwrap, "--args", str(args), "--", *inside]
     if uid is not None:
         number = str(uid)
         dropped = ["--reuid", number, "--regid", number, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
-        words = [_find_program("setpriv"), *dropped, "--inh-caps=-all", *words]
-    return ["/bin/sh", "-c", JOIN, "sh", *joins, "--", *words] if joins else words
+        argv = [_find_program("setpriv"), *dropped, "--inh-caps=-all", *argv]
+    return ["/bin/sh", "-c", JOIN, "sh", *joins, "--", *argv] if joins else argv
 
 
 def _links() -> list[str]:
     """Options for /lib and the like: links into /usr, or folders on older systems."""
-    words: list[str] = []
+    args: list[str] = []
     for name in LINKS:
         path = Path("/", name)
         if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
+            args += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
-    return words
+            args += ["--ro-bind", str(path), str(path)]
+    return args
 
 
 def _find_program(program: str) -> str:

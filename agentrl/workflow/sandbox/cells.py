@@ -67,19 +67,19 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
     _keep_order(orders)
 
 
-def _show_memory(shown: bool) -> None:
+def _show_memory(traceable: bool) -> None:
     """Sets whether processes of the same user may trace this one; where the call fails, the sandbox forbids tracing anyway."""
-    ctypes.CDLL(None).prctl(SET_DUMPABLE, int(shown), 0, 0, 0)
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, int(traceable), 0, 0, 0)
 
 
 def _keep_order(orders: int) -> NoReturn:
     """Serves orders as the first process of a namespace: its signal to all reaches everybody else, and no fork outruns it."""
     os.set_inheritable(orders, False)
-    while asked := os.read(orders, 1):
+    while order := os.read(orders, 1):
         with suppress(ProcessLookupError):  # no other process is left
-            os.kill(-1, ORDERS[asked])
-        if ORDERS[asked] == signal.SIGSTOP:
-            os.write(orders, asked)
+            os.kill(-1, ORDERS[order])
+        if ORDERS[order] == signal.SIGSTOP:
+            os.write(orders, order)
     os._exit(0)
 
 
@@ -91,16 +91,16 @@ def _serve(control: int, most_seconds: int) -> None:
     _send(control, {"started": True})
     number = 0
     while True:
-        asked = _receive(control)
+        request = _receive(control)
         number += 1
         if child := _fork():
             _send(control, {"died": _wait_for(child)})
             continue
-        runner.budget(asked["cpu"], most_seconds)
+        runner.budget(request["cpu"], most_seconds)
         _send(control, {"started": True})
         _wait_for_go(control)
         process = getpid()
-        done = _serve_request(cells, asked, f"{runner.CELL}{number}>")
+        done = _serve_request(cells, request, f"{runner.CELL}{number}>")
         if getpid() != process:
             os._exit(done["code"])
         _hand_on(control, most_seconds / 2)
@@ -155,19 +155,19 @@ def _renew_streams() -> None:
         setattr(sys, f"__{name}__", new)
 
 
-def _serve_request(cells: types.ModuleType, asked: dict[str, Any], file: str) -> dict[str, Any]:
+def _serve_request(cells: types.ModuleType, request: dict[str, Any], file: str) -> dict[str, Any]:
     """Runs a cell or call and returns its exit code and, of a call, its value."""
     value = ""
     try:
-        if "call" in asked:
-            value = _call_function(cells, asked["call"], asked["args"])
+        if "call" in request:
+            value = _call_function(cells, request["call"], request["args"])
         else:
-            _run_cell(cells, asked["code"], file)
+            _run_cell(cells, request["code"], file)
         code = 0
     except SystemExit as stop:
-        code = 1 if "call" in asked else runner.exit_code(stop.code)
+        code = 1 if "call" in request else runner.exit_code(stop.code)
     except BaseException as error:  # noqa: BLE001 - it is shown to the cell's author
-        runner.show(error, asked.get("code", ""), file)
+        runner.show(error, request.get("code", ""), file)
         code = 1
     return {"code": runner.flush_streams(code), "value": value}
 
@@ -205,8 +205,8 @@ def _receive(control: int) -> dict[str, Any]:
         if not part:
             os._exit(0)
         parts.append(part)
-    asked: dict[str, Any] = json.loads(b"".join(parts))
-    return asked
+    request: dict[str, Any] = json.loads(b"".join(parts))
+    return request
 
 
 def _send(control: int, message: dict[str, Any]) -> None:

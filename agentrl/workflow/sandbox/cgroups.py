@@ -138,8 +138,8 @@ def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[
             first[controller] = mount / names / path.lstrip("/")
         if names == "":
             second = _version_2_parents(mount, path.lstrip("/"))
-    found = {**second, **first}
-    return {controller: folder for controller, folder in found.items() if os.access(folder, os.W_OK)}
+    groups = {**second, **first}
+    return {controller: folder for controller, folder in groups.items() if os.access(folder, os.W_OK)}
 
 
 def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:

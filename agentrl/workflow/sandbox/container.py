@@ -46,14 +46,14 @@ def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
     /tmp.
     """
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
-    words = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
-    words += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
-    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{user}:{user}"]
-    words += ["--pids-limit", str(limits.processes + SPARE_PROCESSES), "--ulimit", "core=0:0"]
-    words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+    args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
+    args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
+    args += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{user}:{user}"]
+    args += ["--pids-limit", str(limits.processes + SPARE_PROCESSES), "--ulimit", "core=0:0"]
+    args += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
     for variable, value in payload.ENVIRONMENT.items():
-        words += ["--env", f"{variable}={value}"]
-    return [*words, "--entrypoint", PYTHON, image]
+        args += ["--env", f"{variable}={value}"]
+    return [*args, "--entrypoint", PYTHON, image]
 
 
 class Container:
@@ -106,9 +106,9 @@ class Container:
         Raises:
             EOFError: the container has ended.
         """
-        found, self._kept = [*self._kept, *self._split_frames()], []
+        frames, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
-        while not found and self.counted is counted and (left := deadline - time.monotonic()) > 0:
+        while not frames and self.counted is counted and (left := deadline - time.monotonic()) > 0:
             reads, writes, _ = select.select([self._in], [self._out] if self._waiting else [], [], left)
             if writes:
                 self._write()
@@ -117,8 +117,8 @@ class Container:
                 if not part:
                     raise EOFError
                 self._unread += part
-                found = self._split_frames()
-        return found
+                frames = self._split_frames()
+        return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
         """Return whether the program has begun within `seconds`; other frames that came meanwhile are kept."""
@@ -197,7 +197,7 @@ class Container:
 
     def _split_frames(self) -> list[tuple[bytes, bytes]]:
         """The whole frames read so far; counts are kept, not handed out."""
-        found, at = [], 0
+        frames, at = [], 0
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)
             if length > MAX_FRAME_BYTES:
@@ -209,9 +209,9 @@ class Container:
             if kind == b"E":
                 self.counted = _parse_counts(data)
             else:
-                found.append((kind, data))
+                frames.append((kind, data))
         self._unread = self._unread[at:]
-        return found
+        return frames
 
 
 def _opening_frame(scripts: Sequence[str], arguments: Sequence[int], code: bytes, stdin: bytes) -> bytes:
@@ -227,6 +227,6 @@ def _opening_frame(scripts: Sequence[str], arguments: Sequence[int], code: bytes
 
 
 def _parse_counts(data: bytes) -> KernelCounts:
-    found = json.loads(data)
-    cpu = found.get("cpu_ns", 0) / 1e9 or found.get("cpu_us", 0) / 1e6
-    return KernelCounts(CgroupEvents(found.get("oom", 0), found.get("pids", 0)), cpu, found["waited"])
+    counts = json.loads(data)
+    cpu = counts.get("cpu_ns", 0) / 1e9 or counts.get("cpu_us", 0) / 1e6
+    return KernelCounts(CgroupEvents(counts.get("oom", 0), counts.get("pids", 0)), cpu, counts["waited"])

@@ -66,9 +66,9 @@ class ContainerLine:
                 raise BrokenLine("the bridge does not answer")
             for kind, data in self._container.frames(ANSWER_SECONDS):
                 self._hears(kind, data)
-        ended, said = json.loads(self._settled.pop())
-        if said:
-            raise SettleError(said)
+        ended, problem = json.loads(self._settled.pop())
+        if problem:
+            raise SettleError(problem)
         return int(ended)
 
     def go_on(self) -> None:
@@ -100,5 +100,5 @@ def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> 
     try:
         return CellSession(ContainerLine(container), KIND, limits, turns, START_SECONDS)
     except (BrokenLine, SettleError, EOFError) as error:
-        said = container.close() or error
-        raise InfraError(f"A session's container did not start: {said}", "See `agentrl doctor`.") from error
+        reason = container.close() or error
+        raise InfraError(f"A session's container did not start: {reason}", "See `agentrl doctor`.") from error

@@ -90,10 +90,10 @@ def find(settings: Settings) -> Docker:
     """
     check(settings.sandbox_image)
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
-    runs, said = holds(sandbox)
+    runs, problem = holds(sandbox)
     if not runs:
         raise SandboxUnavailable(
-            f"Programs cannot run in a container of {settings.sandbox_image}: {said}", "Check that the image has a python3."
+            f"Programs cannot run in a container of {settings.sandbox_image}: {problem}", "Check that the image has a python3."
         )
     return sandbox
 
@@ -111,10 +111,10 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
         )
     if shutil.which(docker[0]) is None:
         raise SandboxUnavailable("The docker sandbox was asked for, but there is no docker command.", "Install docker.")
-    found = subprocess.run([*docker, "image", "inspect", "--format", "ok", image], capture_output=True, text=True, check=False)
-    if found.returncode:
-        said = found.stderr.strip().splitlines()[-1:] or [""]
-        raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {said[0]}", f"docker pull {image}")
+    result = subprocess.run([*docker, "image", "inspect", "--format", "ok", image], capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines()[-1:] or [""]
+        raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {lines[0]}", f"docker pull {image}")
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:

@@ -99,7 +99,7 @@ def _tag_collection(value: Any, kind: type, depth: int) -> Any:
 
 
 def _tag_other(value: Any, kind: type, depth: int) -> Any:
-    if kind is type and any(value is known for known in _TYPES.values()):
+    if kind is type and any(value is candidate for candidate in _TYPES.values()):
         return {"$type": value.__name__}
     for base, plain_copy in _PLAIN_COPIES.items():
         if issubclass(kind, base):

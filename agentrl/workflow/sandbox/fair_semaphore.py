@@ -11,8 +11,8 @@ from agentrl.workflow.runtime.wait_budget import waiting
 class FairSemaphore:
     """A fair semaphore that counts its holders: a thread that asks again and again does not overtake those that wait."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
         self._lock = threading.Lock()
         self._running = 0
         self._waiting: deque[threading.Event] = deque()
@@ -39,7 +39,7 @@ class FairSemaphore:
     def _enqueue(self) -> threading.Event:
         handed = threading.Event()
         with self._lock:
-            if self._running < self._most:  # so nobody waits
+            if self._running < self._max_running:  # so nobody waits
                 self._running += 1
                 handed.set()
             else:

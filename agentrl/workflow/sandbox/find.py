@@ -35,14 +35,14 @@ def find_sandbox(settings: Settings) -> Sandbox:
         ConfigError: a setting cannot be used.
     """
     lacking: dict[str, SandboxUnavailable] = {}
-    for kind, found in attempts(settings):
-        if not isinstance(found, SandboxUnavailable):
-            return found
-        lacking[kind] = found
+    for kind, result in attempts(settings):
+        if not isinstance(result, SandboxUnavailable):
+            return result
+        lacking[kind] = result
     if settings.sandbox in lacking:
         raise lacking[settings.sandbox]
-    said = " ".join(f"{kind}: {error.message}" for kind, error in lacking.items())
-    raise SandboxUnavailable(f"No sandbox for model-written code works on this machine. {said}", install_hint(settings))
+    problems = " ".join(f"{kind}: {error.message}" for kind, error in lacking.items())
+    raise SandboxUnavailable(f"No sandbox for model-written code works on this machine. {problems}", install_hint(settings))
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
@@ -54,11 +54,11 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
     kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
     for kind in PREFERRED_KINDS if settings.sandbox == "auto" else (settings.sandbox,):
         try:
-            found = kinds[kind](settings)
+            sandbox = kinds[kind](settings)
         except SandboxUnavailable as error:
             yield kind, error
         else:
-            yield kind, found
+            yield kind, sandbox
             return
 
 
@@ -73,15 +73,15 @@ def find_bwrap(settings: Settings) -> Sandbox:
         raise SandboxUnavailable("The bwrap sandbox needs bubblewrap, and bubblewrap is not installed.", install_hint(settings))
     cgroups.sweep()
     uids = uid_pool.uid_range(settings.sandbox_uids)
-    said = "no interpreter was found"
+    problem = "no interpreter was found"
     # A sandbox without its own /proc is still safe, and without bwrap's own ban the filter forbids user namespaces.
     for (python, folders), (proc, disable) in product(interpreters(settings), ((True, True), (True, False), (False, False))):
         profile = Profile(program, python, folders, proc, disable)
-        comes_up, said = try_profile(profile, uids)
+        comes_up, problem = try_profile(profile, uids)
         if comes_up:
             warm = replace(profile, nests=True)
             return Boxed(spawn.launch(warm if proc and try_profile(warm, uids)[0] else profile, uids))
-    raise SandboxUnavailable(f"bubblewrap is installed, but its sandbox does not start here: {said}", install_hint(settings))
+    raise SandboxUnavailable(f"bubblewrap is installed, but its sandbox does not start here: {problem}", install_hint(settings))
 
 
 def find_unsafe(settings: Settings) -> Sandbox:

@@ -32,23 +32,23 @@ class Case:
     rule: Rule = "exact"
     tolerance: float = 0.0
 
-    def passes(self, found: Any) -> bool:
+    def passes(self, result: Any) -> bool:
         """Return whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is
         wrong.
         """
         try:
-            return self._passes(found)
+            return self._passes(result)
         except (ArithmeticError, ValueError, TypeError, RecursionError):
             return False
 
-    def _passes(self, found: Any) -> bool:
+    def _passes(self, result: Any) -> bool:
         if self.rule == "exact":
-            return _canonical(found) == _canonical(self.value)
+            return _canonical(result) == _canonical(self.value)
         if self.rule == "near":
-            return not isinstance(found, bool) and abs(found - self.value) <= self.tolerance + TOLERANCE_SLACK
+            return not isinstance(result, bool) and abs(result - self.value) <= self.tolerance + TOLERANCE_SLACK
         if self.rule == "equal":
-            return bool(found == self.value)
-        return bool(found) is (self.rule == "true")
+            return bool(result == self.value)
+        return bool(result) is (self.rule == "true")
 
     @property
     def text(self) -> str:
@@ -83,8 +83,8 @@ def verdicts(pairs: list[list[str]]) -> list[bool]:
 
 def _verdict(case: Case, value: str) -> bool:
     try:
-        found = exact_json.decode(value)
-        return case.passes(found)
+        result = exact_json.decode(value)
+        return case.passes(result)
     except (ValueError, MemoryError):
         return False
 

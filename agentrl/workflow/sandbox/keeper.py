@@ -207,21 +207,21 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 def proportional(pid: str) -> int:
     """Proportional bytes (PSS) of a process: memory that forks share counts once."""
-    found = words(f"/proc/{pid}/smaps_rollup")
-    return int(found[found.index("Pss:") + 1]) * 1024 if "Pss:" in found else 0
+    fields = words(f"/proc/{pid}/smaps_rollup")
+    return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else 0
 
 
 def memory(pids: list[str]) -> int:
     """Resident bytes (RSS) of the processes: a shared page counts for each that has it."""
-    found = [words(f"/proc/{pid}/statm") for pid in pids]
-    return sum(int(fields[1]) * PAGE for fields in found if fields)
+    rows = [words(f"/proc/{pid}/statm") for pid in pids]
+    return sum(int(fields[1]) * PAGE for fields in rows if fields)
 
 
 def cpu_seconds(pids: list[str]) -> float:
     """Return processor seconds of the living processes, of the dead they waited for, and of those the keeper waited for."""
-    found = [words(f"/proc/{pid}/stat") for pid in pids]
+    rows = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in found if fields) / CLOCK
+    return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in rows if fields) / CLOCK
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
@@ -285,30 +285,30 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
             continue
 
 
-def too_full(folder: str, pids: list[str], most: int) -> bool:
-    """Return whether the folder, with its deleted files still open or mapped, holds more than `most` bytes or `ENTRIES` files.
+def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
+    """Return whether the folder, with its deleted files still open or mapped, holds more than `max_bytes` or `ENTRIES` files.
 
     A file that is only mapped, and whose size is unknown, counts as the largest that one file may be.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     try:
         for status in chain(files_below(folder), nameless_files(pids, os.stat(folder).st_dev)):
-            found[status.st_ino] = status.st_blocks * 512
-            if len(found) > ENTRIES:
+            sizes[status.st_ino] = status.st_blocks * 512
+            if len(sizes) > ENTRIES:
                 return True
         for inode, size in mapped_files(pids, folder):
-            found.setdefault(inode, most if size is None else size)
+            sizes.setdefault(inode, max_bytes if size is None else size)
     except OSError:
         return True
-    return len(found) > ENTRIES or sum(found.values()) > most
+    return len(sizes) > ENTRIES or sum(sizes.values()) > max_bytes
 
 
 def passed_limit(spec: Spec) -> str:
     """Return the limit that the descendants together have passed, or ""."""
     # Count no further than needed: among the hundreds of a fork bomb this process hardly gets a core.
-    found = list(islice(descendants(os.getpid()), spec["processes"] + 1))
-    pids = [pid for pid, _ in found]
-    if sum(threads for _, threads in found) > spec["processes"]:
+    processes = list(islice(descendants(os.getpid()), spec["processes"] + 1))
+    pids = [pid for pid, _ in processes]
+    if sum(threads for _, threads in processes) > spec["processes"]:
         return "pids"
     if memory(pids) > spec["memory"] and sum(map(proportional, pids)) > spec["memory"]:
         return "oom"

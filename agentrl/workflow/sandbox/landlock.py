@@ -100,22 +100,23 @@ def filters(owner: bool) -> tuple[str, str]:
 
     rules = seccomp.rules()
     denied, arg = pyseccomp.ERRNO(errno.EPERM), pyseccomp.Arg
-    made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    syscall_filter = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in (*FAMILIES, *(OWNER_CALLS if owner else ())):
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
-            made.add_rule(denied, name)
+            syscall_filter.add_rule(denied, name)
     for name in PROCESS_CALLS:
-        made.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
+        syscall_filter.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
     for name in ("setpriority", "ioprio_set"):  # (which, who): the caller is (0, 0) in the first and (1, 0) in the second
-        made.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
-        made.add_rule(denied, name, arg(1, pyseccomp.NE, 0))
+        syscall_filter.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
+        syscall_filter.add_rule(denied, name, arg(1, pyseccomp.NE, 0))
     for option in (PR_SET_PDEATHSIG, PR_SET_DUMPABLE):
-        made.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))  # the kernel reads 32 bits of it
+        # The kernel reads 32 bits of it.
+        syscall_filter.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))
     for kind in range(SOCK_TYPE_MASK + 1):  # a pair of datagram sockets could still send to an address
         if kind != SOCK_STREAM:
-            made.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
+            syscall_filter.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
     with TemporaryFile() as file:
-        made.export_bpf(file)
+        syscall_filter.export_bpf(file)
         file.seek(0)
         return rules.hex(), file.read().hex()
 
@@ -166,8 +167,8 @@ class Tally:
 
     def events(self) -> CgroupEvents:
         """See `Counts.events`."""
-        kernel, said = self._cgroup.events(), self.report()
-        passed = said["passed"] if said else ""
+        kernel, report = self._cgroup.events(), self.report()
+        passed = report["passed"] if report else ""
         return CgroupEvents(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
@@ -176,8 +177,8 @@ class Tally:
 
     def cpu_seconds(self) -> float | None:
         """See `Counts.cpu_seconds`; without a control group it is known only at the end."""
-        counted, said = self._cgroup.cpu_seconds(), self.report()
-        return said["cpu_seconds"] if counted is None and said else counted
+        counted, report = self._cgroup.cpu_seconds(), self.report()
+        return report["cpu_seconds"] if counted is None and report else counted
 
 
 class KeptProcess:
@@ -246,13 +247,15 @@ def find(settings: Settings) -> Boxed:
         ConfigError: the range of user ids cannot be used.
     """
     check()
-    uids, said = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
+    uids, problem = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
     for python, folders in interpreters(settings):
         sandbox = Boxed(launch(python, folders, uids))
-        runs, said = holds(sandbox)
+        runs, problem = holds(sandbox)
         if runs:
             return sandbox
-    raise SandboxUnavailable(f"The kernel has Landlock, but its sandbox does not start here: {said}", "See `agentrl doctor`.")
+    raise SandboxUnavailable(
+        f"The kernel has Landlock, but its sandbox does not start here: {problem}", "See `agentrl doctor`."
+    )
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
@@ -269,19 +272,19 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         folder = make_folder(seat)
         undone.callback(keeper.remove, folder)  # in case the keeper could not
-        (hold, control), (said, report) = socket_pair(), os.pipe()
-        undone.callback(os.close, said)
+        (hold, control), (reports, report) = socket_pair(), os.pipe()
+        undone.callback(os.close, reports)
         source = spawn.memory_file(payload.sources(*inside.scripts))
         passed_on.enter_context(control)
         for file in (report, source):
             passed_on.callback(os.close, file)
         with ExitStack() as held:
             held.enter_context(hold)
-            asked = make_spec(python, folders, seat, cgroup, folder, limits, inside, source, control.fileno(), report)
-            command = [python, "-I", "-S", "-c", keeper_source(), json.dumps(asked)]
+            spec = make_spec(python, folders, seat, cgroup, folder, limits, inside, source, control.fileno(), report)
+            command = [python, "-I", "-S", "-c", keeper_source(), json.dumps(spec)]
             process = spawn.start_process(command, inside, [control.fileno(), report, source, *inside.files])
             held.pop_all()
-        return KeptProcess(process, hold, seat.uid, Tally(cgroup, said), undone.pop_all())
+        return KeptProcess(process, hold, seat.uid, Tally(cgroup, reports), undone.pop_all())
 
 
 def make_spec(

@@ -134,19 +134,19 @@ def watch(
     return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waits.seconds)
 
 
-def _read(file: int, into: bytearray, most: int) -> bool:
+def _read(file: int, into: bytearray, max_bytes: int) -> bool:
     """Reads a chunk; whether more may come. Beyond the limit one byte is kept, which is enough to see that it was passed."""
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:
         return False
-    into += part[: max(0, most + 1 - len(into))]
+    into += part[: max(0, max_bytes + 1 - len(into))]
     return bool(part)
 
 
-def explain_error(error: InfraError, said: bytes) -> InfraError:
+def explain_error(error: InfraError, output: bytes) -> InfraError:
     """Return the error, with the sandbox's output as it started."""
-    return InfraError(f"{error.message} {decode_output(said).strip()}"[:1000])
+    return InfraError(f"{error.message} {decode_output(output).strip()}"[:1000])
 
 
 def drain(file: int) -> bool:

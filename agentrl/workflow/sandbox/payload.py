@@ -49,9 +49,9 @@ def sources(*names: str) -> bytes:
 
 def command(python: str, source: int, *arguments: int) -> list[str]:
     """Return the command line that runs the `main` of the last of the sources on the descriptor `source`."""
-    told = ", ".join(str(argument) for argument in arguments)
+    numbers = ", ".join(str(argument) for argument in arguments)
     parts = f'open({source}, encoding="utf-8").read()'
-    return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=told)]
+    return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=numbers)]
 
 
 def standalone(*names: str) -> str:

@@ -22,11 +22,11 @@ def threads_of(process: int) -> tuple[int, str]:
 
     A process whose first thread has ended looks dead while others still run; their number shows them.
     """
-    found = fields(process)
-    if not found:
+    stat = fields(process)
+    if not stat:
         return 0, "X"
-    threads = int(found[17])
-    return (threads - 1 if found[0] in "ZX" else threads), found[0]
+    threads = int(stat[17])
+    return (threads - 1 if stat[0] in "ZX" else threads), stat[0]
 
 
 def processor_seconds(process: int) -> float:

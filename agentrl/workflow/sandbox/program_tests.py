@@ -61,12 +61,12 @@ class CannotJudge(BaseException):
     """These tests cannot be judged in this way."""
 
 
-def outcome(reference: str, test: str, function: str, told: KnownCalls, final: bool) -> dict[str, Any]:
+def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, final: bool) -> dict[str, Any]:
     """Run the tests.
 
     Args:
         reference: the program that the tests run after; it defines the correct function.
-        told: the calls whose values are known.
+        known_calls: the calls whose values are known.
         final: treat calls whose value is not known as failed.
 
     Returns:
@@ -79,7 +79,7 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
         relays: list[FunctionRelay] = []
 
         def relay(right: Callable[..., Any]) -> FunctionRelay:
-            relays.append(FunctionRelay(right, told, final, tests.sources))
+            relays.append(FunctionRelay(right, known_calls, final, tests.sources))
             return relays[-1]
 
         held = tests.run(relay)
@@ -88,48 +88,48 @@ def outcome(reference: str, test: str, function: str, told: KnownCalls, final: b
     counted = [number for number in range(tests.count) if number not in void]
     if not counted:
         return {"unjudged": "its asserts hold whatever the function gives"}
-    return {"passed": [number in held for number in counted], "asked": relays[0].asked, "known": relays[0].known}
+    return {"passed": [number in held for number in counted], "asked": relays[0].new_calls, "known": relays[0].replayed}
 
 
 class FunctionRelay:
     """A stand-in for the model's function."""
 
-    def __init__(self, right: Callable[..., Any], told: KnownCalls, final: bool, sources: "_Sources") -> None:
-        self._right, self._told, self._final, self._sources = right, told, final, sources
-        self.known = 0
-        self.asked: list[str] = []
+    def __init__(self, right: Callable[..., Any], known_calls: KnownCalls, final: bool, sources: "_Sources") -> None:
+        self._right, self._known_calls, self._final, self._sources = right, known_calls, final, sources
+        self.replayed = 0
+        self.new_calls: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the call's value: the model's where it is known, else the reference's."""
         text = self._text(args, kwargs, sys._getframe(1))
-        if not self.asked and self.known < len(self._told) and self._told[self.known][0] == text:
-            value = self._told[self.known][1]
-            self.known += 1
+        if not self.new_calls and self.replayed < len(self._known_calls) and self._known_calls[self.replayed][0] == text:
+            value = self._known_calls[self.replayed][1]
+            self.replayed += 1
             if value is None:
                 raise CallFailed
             return exact_json.decode(value)
         if self._final:
             raise CallFailed
-        if len(self.asked) >= MAX_CALLS:
+        if len(self.new_calls) >= MAX_CALLS:
             raise CannotJudge(f"they call the function more than {MAX_CALLS} times")
-        self.asked.append(text)
+        self.new_calls.append(text)
         if text.startswith(WITH_SOURCE):
             return self._value_with_source(text, args, kwargs)
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The reference's value, which must be the same for the arguments and for what their source makes."""
-        made: dict[str, str] = json.loads(text)
+        call: dict[str, str] = json.loads(text)
         names: dict[str, Any] = {self._sources.function: self._right}
         try:
-            exec(compile(made["source"], "<source>", "exec"), names)
-            found = exact_json.encode(names[CALLER](*exact_json.decode(made["args"])))
-            same = found == exact_json.encode(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+            exec(compile(call["source"], "<source>", "exec"), names)
+            value = exact_json.encode(names[CALLER](*exact_json.decode(call["args"])))
+            same = value == exact_json.encode(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         except (Exception, SystemExit) as error:
             raise CannotJudge(f"they pass what cannot be made again: {type(error).__name__}: {error}") from error
         if not same:
             raise CannotJudge("they pass what the source of the argument does not make again")
-        return exact_json.decode(found)
+        return exact_json.decode(value)
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> str:
         positional = args
@@ -144,9 +144,9 @@ class FunctionRelay:
             return text
         if any(isinstance(value, Iterator) for value in positional):  # encoding has used it up
             raise CannotJudge("they pass an iterator beside what is no plain data")
-        if made := self._sources.call(caller, args, kwargs):
-            return json.dumps(made)
-        if self.known:  # the model's function gave the argument: this call fails, and not the tests
+        if call := self._sources.call(caller, args, kwargs):
+            return json.dumps(call)
+        if self.replayed:  # the model's function gave the argument: this call fails, and not the tests
             raise CallFailed
         kinds = ", ".join(type(value).__name__ for value in positional)
         raise CannotJudge(f"they pass what is no plain data, and is not written in the call itself: {kinds}")
@@ -183,28 +183,28 @@ class _Sources:
     def _definitions(self) -> dict[str, ast.stmt]:
         body, bound = self._tree.body, Counter(bound_names(self._tree))
         bodies = [body, *(node.body for node in body if isinstance(node, ast.FunctionDef) and node.name == CHECK)]
-        return {name: node for each in bodies for node in each for name in _defined_names(node) if bound[name] == 1}
+        return {name: node for statements in bodies for node in statements for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
         """The `source` and `args` of the call that `caller` makes; None if its source does not stand alone."""
         node = self._calls.get(_place_of_call(caller))
         if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
             return None
-        if len(node.args) != len(args) or [each.arg for each in node.keywords] != list(kwargs):
+        if len(node.args) != len(args) or [keyword.arg for keyword in node.keywords] != list(kwargs):
             return None
         plain: list[Any] = []
-        shown: list[ast.AST] = []
+        nodes: list[ast.AST] = []
 
         def argument(written: ast.expr, value: Any) -> str:
             if _plain_text([value]) is None:
-                shown.append(written)
+                nodes.append(written)
                 return ast.unparse(written)
             plain.append(value)
             return f"__plain__[{len(plain) - 1}]"
 
         given = [argument(written, value) for written, value in zip(node.args, args, strict=True)]
-        given += [f"{each.arg}={argument(each.value, kwargs[str(each.arg)])}" for each in node.keywords]
-        needed = self._needed(shown, {**caller.f_globals, **caller.f_locals})
+        given += [f"{keyword.arg}={argument(keyword.value, kwargs[str(keyword.arg)])}" for keyword in node.keywords]
+        needed = self._needed(nodes, {**caller.f_globals, **caller.f_locals})
         if needed is None:
             return None
         definitions, values = needed
@@ -215,11 +215,11 @@ class _Sources:
         body[-1:-1] = definitions
         return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}
 
-    def _needed(self, shown: list[ast.AST], variables: dict[str, Any]) -> tuple[list[ast.stmt], dict[str, Any]] | None:
-        """What the names in `shown` stand for: definitions of the tests, and plain values; None if one is something else."""
+    def _needed(self, nodes: list[ast.AST], variables: dict[str, Any]) -> tuple[list[ast.stmt], dict[str, Any]] | None:
+        """What the names in `nodes` stand for: definitions of the tests, and plain values; None if one is something else."""
         definitions: set[ast.stmt] = set()
         values: dict[str, Any] = {}
-        waiting, seen = list(shown), set[str]()
+        waiting, seen = list(nodes), set[str]()
         while waiting:
             node = waiting.pop()
             if any(isinstance(inner, ast.Assert | ast.NamedExpr) for inner in ast.walk(node)):
@@ -236,7 +236,7 @@ class _Sources:
                     values[name] = variables[name]
                 elif name in variables or not hasattr(builtins, name):
                     return None
-        return sorted(definitions, key=lambda each: each.lineno), values
+        return sorted(definitions, key=lambda statement: statement.lineno), values
 
 
 def _plain_text(value: list[Any]) -> str | None:
@@ -314,14 +314,14 @@ class Tests:
         names[HELD] = self._note
         if not self._is_used:
             names[self._function] = names[RELAYED]
-        kept = set(range(self.count))
+        asserts = set(range(self.count))
         try:
             exec(self._code, names)
             if self._check is not None:
                 names[CHECK](names[RELAYED])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the tests' own
-            kept = self._asserts_before(error.__traceback__)
-        return {number for number, held in self._held.items() if held} & kept
+            asserts = self._asserts_before(error.__traceback__)
+        return {number for number, held in self._held.items() if held} & asserts
 
     def _make_namespace(self) -> dict[str, Any]:
         module = sys.modules[MODULE] = types.ModuleType(MODULE)

@@ -115,12 +115,12 @@ class Zygote:
         after, cpu = cgroup.events(), used()
         events = CgroupEvents(after.oom - before.oom, after.pids - before.pids)
         reply = b"" if use.overrun else self._line.recv(4096)
-        told: dict[str, Any] = json.loads(reply) if reply else {"code": None, "cpu": 0.0}
-        if told["code"] is None:
+        report: dict[str, Any] = json.loads(reply) if reply else {"code": None, "cpu": 0.0}
+        if report["code"] is None:
             self.close()
             if use.overrun is None and not events.oom:
                 return CodeResult("sandbox_fault", decode_output(use.output), None, 0.0, use.wall_seconds, self._kind)
-        return _result(self._kind, limits, use, told["code"], max(told["cpu"], cpu), events)
+        return _result(self._kind, limits, use, report["code"], max(report["cpu"], cpu), events)
 
     def close(self) -> None:
         """End the zygote, and whatever runs in it."""
@@ -131,7 +131,7 @@ class Zygote:
     def _begin(self, program: Program) -> int:
         """Sends the program in; returns the pipe's end from which its output is read."""
         limits = program.limits
-        asked = {
+        request = {
             "cpu": whole_seconds(limits),
             "address": ADDRESS_BYTES,
             "processes": limits.processes + SPARE_PROCESSES,
@@ -140,7 +140,7 @@ class Zygote:
         printed, output = os.pipe()
         try:
             with suppress(BrokenPipeError):  # the zygote is gone: the watch sees that
-                socket.send_fds(self._line, [json.dumps(asked).encode()], [program.source, program.stdin, output])
+                socket.send_fds(self._line, [json.dumps(request).encode()], [program.source, program.stdin, output])
         finally:
             os.close(output)
         return printed

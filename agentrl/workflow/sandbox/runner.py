@@ -27,13 +27,13 @@ def limit(address_bytes: int, processes: int) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def budget(cpu_seconds: int, most: int) -> None:
-    """Set the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `most`.
+def budget(cpu_seconds: int, max_seconds: int) -> None:
+    """Set the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `max_seconds`.
 
     Args:
-        most: the hard limit, which nobody in here can raise again.
+        max_seconds: the hard limit, which nobody in here can raise again.
     """
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, most + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, max_seconds + 1))
 
 
 def connect(stdin: int, output: int) -> None:

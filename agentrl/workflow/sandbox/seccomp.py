@@ -44,19 +44,19 @@ def rules() -> bytes:
             f"A system call filter was asked for, but libseccomp cannot be loaded: {error}.", "apt-get install libseccomp2"
         ) from error
     denied = pyseccomp.ERRNO(errno.EPERM)
-    made = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    syscall_filter = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in DENIED_CALLS:
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
-            made.add_rule(denied, name)
+            syscall_filter.add_rule(denied, name)
     for flag in NEW_NAMESPACES:
-        made.add_rule(denied, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    made.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+        syscall_filter.add_rule(denied, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    syscall_filter.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     for request in (TIOCSTI, TIOCLINUX):
-        made.add_rule(denied, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
+        syscall_filter.add_rule(denied, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
     for command in (F_SETSIG, F_NOTIFY):
-        made.add_rule(denied, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
-    made.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
+        syscall_filter.add_rule(denied, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
+    syscall_filter.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
     with TemporaryFile() as file:
-        made.export_bpf(file)
+        syscall_filter.export_bpf(file)
         file.seek(0)
         return file.read()

@@ -18,8 +18,8 @@ def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Interpreters to try: path, and the folders that each needs beside /usr."""
     for python in (settings.sandbox_python,) if settings.sandbox_python else PYTHONS:
         if Path(python).exists():
-            asked = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
-            answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+            command = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False)
             prefixes = sorted({path for path in answer.stdout.splitlines() if path and not f"{path}/".startswith("/usr/")})
             yield python, tuple(prefixes)
 

@@ -114,8 +114,8 @@ class CellSession:
         self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
     ) -> CodeResult:
         """See `Session.call`."""
-        told = args if isinstance(args, str) else exact_json.encode(list(args))
-        result = self._ask({"call": function, "args": told}, limits or self._limits, keeps)
+        arguments = args if isinstance(args, str) else exact_json.encode(list(args))
+        result = self._ask({"call": function, "args": arguments}, limits or self._limits, keeps)
         return result if result.status == "ok" else replace(result, value="")
 
     def close(self) -> None:
@@ -165,13 +165,13 @@ class CellSession:
         _, child = self._receive(ANSWER_SECONDS)
         line.say(GO)
         use = line.watch(limits, self._turns.running)
-        most = cpu_before + limits.cpu_seconds + OVERTIME_SECONDS
-        message, speaker = ({}, 0) if use.overrun else self._receive(ANSWER_SECONDS, most=most)
+        max_cpu = cpu_before + limits.cpu_seconds + OVERTIME_SECONDS
+        message, speaker = ({}, 0) if use.overrun else self._receive(ANSWER_SECONDS, max_cpu=max_cpu)
         full = use.overrun is None and "full" in message
         if full:
             message, speaker = self._retry(speaker)
         events, cpu = line.read_usage()
-        if use.overrun is None and cpu > most:  # it claimed to have ended, and ran on
+        if use.overrun is None and cpu > max_cpu:  # it claimed to have ended, and ran on
             use, message, speaker, full = replace(use, overrun="timeout_cpu"), {}, 0, False
         events, cpu = events.since(self._before), cpu - cpu_before
         done = message.get("done")
@@ -184,8 +184,8 @@ class CellSession:
             return self._ended_result(done, limits, use, cpu, events, 0)
         came_to = "pids" if full else status(limits, use.overrun, code, cpu, events)
         came_to = "killed" if came_to in ("ok", "error") else came_to
-        said = decode_output(use.output) + (FULL_TEXT if full else "")
-        return self._result(came_to, said, None if use.overrun or full else code, cpu, use)
+        output = decode_output(use.output) + (FULL_TEXT if full else "")
+        return self._result(came_to, output, None if use.overrun or full else code, cpu, use)
 
     def _ended_result(
         self, done: dict[str, Any], limits: Limits, use: Use, cpu: float, events: CgroupEvents, left: int
@@ -194,9 +194,9 @@ class CellSession:
         return self._result(came_to, decode_output(use.output), done["code"], cpu, use, done["value"], left)
 
     def _result(
-        self, came_to: Status, said: str, code: int | None, cpu: float, use: Use, value: str = "", left: int = 0
+        self, came_to: Status, output: str, code: int | None, cpu: float, use: Use, value: str = "", left: int = 0
     ) -> CodeResult:
-        return CodeResult(came_to, said, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
+        return CodeResult(came_to, output, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retry(self, child: int) -> tuple[dict[str, Any], int]:
         """Ends the processes of a cell that had no room for its heir, and lets it try again; returns its message and sender."""
@@ -219,38 +219,38 @@ class CellSession:
             raise BrokenLine("a cell's end was not told as it is")
         return code
 
-    def _receive(self, seconds: float, only: int | None = None, most: float = math.inf) -> tuple[dict[str, Any], int]:
+    def _receive(self, seconds: float, only: int | None = None, max_cpu: float = math.inf) -> tuple[dict[str, Any], int]:
         """(the next line, the process that wrote its end).
 
         Args:
             only: ignore lines of other processes.
-            most: processor seconds as the line counts them; a line that is incomplete by then is returned empty.
+            max_cpu: processor seconds as the line counts them; a line that is incomplete by then is returned empty.
         """
         now = time.monotonic()
-        deadline, due, process, said = now + seconds, now + LOOK_SECONDS, 0, bytearray()
-        while not said.endswith(b"\n"):
-            if len(said) > MAX_LINE_BYTES:
+        deadline, due, process, line = now + seconds, now + LOOK_SECONDS, 0, bytearray()
+        while not line.endswith(b"\n"):
+            if len(line) > MAX_LINE_BYTES:
                 raise BrokenLine("a line was too long")
             if (now := time.monotonic()) >= deadline:
                 raise BrokenLine("nothing was said in time")
             if now >= due:
-                if self._line.read_usage()[1] > most:
+                if self._line.read_usage()[1] > max_cpu:
                     return {}, 0
                 due = now + LOOK_SECONDS
             part, process = self._line.part(min(deadline, due) - now)
             if only in (None, process):
-                said += part
-        return message_of(said), process
+                line += part
+        return message_of(line), process
 
 
-def message_of(said: bytes | bytearray) -> dict[str, Any]:
+def message_of(line: bytes | bytearray) -> dict[str, Any]:
     """Return the object of a line, whoever wrote it.
 
     Raises:
         BrokenLine: the line holds no object.
     """
     try:
-        message = json.loads(said.decode())  # given bytes, json would guess an encoding
+        message = json.loads(line.decode())  # given bytes, json would guess an encoding
     except (ValueError, RecursionError) as error:
         raise BrokenLine("what was said is no line") from error
     if not isinstance(message, dict):

@@ -81,12 +81,12 @@ class Box:
             # Listed twice, since processes orphaned meanwhile move up.
             return {self._first_id} | {int(process) for _ in range(2) for process, _ in keeper.descendants(self._first_id)}
         parents = dict(filter(None, map(_parent, filter(str.isdigit, os.listdir("/proc")))))
-        found: set[int] = set()
+        processes: set[int] = set()
         layer = {self._first_id}
         while layer:
-            found |= layer
+            processes |= layer
             layer = {process for process, parent in parents.items() if parent in layer}
-        return found
+        return processes
 
     def stop(self) -> None:
         """See `RunningSandbox.stop`."""
@@ -138,9 +138,9 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
     with ExitStack() as files, ExitStack() as undone:
         (heard, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
-        shown = replace(profile, folders=(*profile.folders, *inside.reads))
+        full_profile = replace(profile, folders=(*profile.folders, *inside.reads))
         filter_file = None if inside.zygote else rules
-        options = memory_file(bwrap.options(shown, limits.tmp_bytes, info, waits, filter_file, inside.session))
+        options = memory_file(bwrap.options(full_profile, limits.tmp_bytes, info, waits, filter_file, inside.session))
         for file in (heard, waits, go, source, rules, options):
             files.callback(os.close, file)
         orders, theirs = socket_pair() if inside.session else (None, None)
@@ -153,8 +153,8 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         undone.callback(cgroup.remove)
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         last = [rules] if inside.zygote else [theirs.fileno()] if theirs else []
-        words = payload.command(profile.python, source, *inside.files, *inside.numbers, *last)
-        command = bwrap.command(profile, options, seat.uid, cgroup.joins, words)
+        argv = payload.command(profile.python, source, *inside.files, *inside.numbers, *last)
+        command = bwrap.command(profile, options, seat.uid, cgroup.joins, argv)
         try:
             process = start_process(command, inside, [info, waits, source, rules, options, *inside.files, *last])
         finally:
@@ -218,18 +218,18 @@ def start_process(
 
 def _first_process(heard: int) -> int:
     """The process that bwrap names on its info descriptor."""
-    said = b""
+    info = b""
     while wait_readable(heard, START_SECONDS) and (part := os.read(heard, 4096)):
-        said += part
+        info += part
     try:
-        return int(json.loads(said)["child-pid"])
+        return int(json.loads(info)["child-pid"])
     except (ValueError, KeyError) as error:
         raise InfraError("A sandbox did not start.") from error
 
 
 def _parent(process: str) -> tuple[int, int] | None:
     """(a process, its parent); None where it is gone or already dead."""
-    found = proc.fields(int(process))
-    if not found or (found[0] in "ZX" and not proc.threads_of(int(process))[0]):
+    stat = proc.fields(int(process))
+    if not stat or (stat[0] in "ZX" and not proc.threads_of(int(process))[0]):
         return None
-    return int(process), int(found[1])
+    return int(process), int(stat[1])

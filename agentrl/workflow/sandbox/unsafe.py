@@ -25,12 +25,12 @@ class Bare:
 
     def members(self) -> set[int]:
         """See `RunningSandbox.members`: the processes of the same process session, without those that left it."""
-        found = set()
+        processes = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):
                 if os.getsid(int(name)) == self.process.pid:
-                    found.add(int(name))
-        return found
+                    processes.add(int(name))
+        return processes
 
     def stop(self) -> None:
         """See `RunningSandbox.stop`, but one after the other: without a sandbox nobody can stop all in one step."""

@@ -56,30 +56,30 @@ def main(control: int, bpf: int) -> None:
         line.send(json.dumps({"code": code, "cpu": cpu}).encode() + b"\n")
 
 
-def _run(asked: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
+def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
     """(the program's exit code, negative for a signal, None if its sandbox could not be made; its processor seconds)."""
-    heard, told = os.pipe()
+    heard, report_fd = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(heard)
-        _outermost(asked, files, rules, told)
-    os.close(told)
+        _outermost(limits, files, rules, report_fd)
+    os.close(report_fd)
     for file in files:
         os.close(file)
     with open(heard, "rb") as answer:
-        said = answer.read(64).split()
+        report = answer.read(64).split()
     _, _, used = os.wait4(child, 0)
-    return _code(said), used.ru_utime + used.ru_stime
+    return _code(report), used.ru_utime + used.ru_stime
 
 
-def _code(said: list[bytes]) -> int | None:
+def _code(report: list[bytes]) -> int | None:
     """The exit code in the first process's report: a word as the program begins, one as it ends; killed between: SIGKILL."""
-    if not said:
+    if not report:
         return None
-    return int(said[1]) if len(said) == 2 and said[1].removeprefix(b"-").isdigit() else -signal.SIGKILL
+    return int(report[1]) if len(report) == 2 and report[1].removeprefix(b"-").isdigit() else -signal.SIGKILL
 
 
-def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
+def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
     """Leaves the zygote's namespaces, in the child; a new process namespace holds for its children only, hence another fork."""
     user, group = os.getuid(), os.getgid()
     _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
@@ -88,39 +88,39 @@ def _outermost(asked: dict[str, int], files: list[int], rules: bytes, told: int)
             file.write(text)
     init = os.fork()
     if init == 0:
-        _init(asked, files, rules, told)
-    os.close(told)
+        _init(limits, files, rules, report_fd)
+    os.close(report_fd)
     os.waitpid(init, 0)
     os._exit(0)
 
 
-def _init(asked: dict[str, int], files: list[int], rules: bytes, told: int) -> None:
+def _init(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
     """Runs the namespace's first process: it mounts, starts the program, reaps orphans, and takes all with it at its end."""
-    size = str(asked["tmp"])
+    size = str(limits["tmp"])
     _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
     _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
     _check_call(_libc.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None))
     os.chdir("/tmp")
     _drop_capabilities()
-    os.write(told, b"1 ")
+    os.write(report_fd, b"1 ")
     _libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)  # the program is the same user, and must not reach into this process
     program = os.fork()
     if program == 0:
-        _program(asked, files, rules)
-    os.closerange(3, told)
-    os.closerange(told + 1, 1 << 16)
+        _program(limits, files, rules)
+    os.closerange(3, report_fd)
+    os.closerange(report_fd + 1, 1 << 16)
     while (ended := os.wait())[0] != program:
         pass
-    os.write(told, str(os.waitstatus_to_exitcode(ended[1])).encode())
+    os.write(report_fd, str(os.waitstatus_to_exitcode(ended[1])).encode())
     os._exit(0)
 
 
-def _program(asked: dict[str, int], files: list[int], rules: bytes) -> None:
+def _program(limits: dict[str, int], files: list[int], rules: bytes) -> None:
     with open(files[0], encoding="utf-8", errors="surrogateescape", closefd=False) as file:
         source = file.read()
     runner.connect(files[1], files[2])
-    runner.limit(asked["address"], asked["processes"])
-    runner.budget(asked["cpu"], asked["cpu"])
+    runner.limit(limits["address"], limits["processes"])
+    runner.budget(limits["cpu"], limits["cpu"])
     _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)
     _filter(rules)
     for name in [name for name in sys.modules if name.startswith("agentrl")]:

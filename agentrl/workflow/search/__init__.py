@@ -113,24 +113,24 @@ class Rollouts:
             ValueError: a candidate is none, or too much is asked for at once.
             ConfigError: the search does not take the way that its record tells.
         """
-        asked = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
-        for candidate in asked.candidates:
+        request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
+        for candidate in request.candidates:
             self._check(candidate)
-        if not asked.groups:
+        if not request.groups:
             return [[] for _ in candidates]
-        if len(asked.groups) > MAX_GROUPS:
-            raise ValueError(f"{len(asked.groups)} groups are more than a search asks for at once: {MAX_GROUPS}")
+        if len(request.groups) > MAX_GROUPS:
+            raise ValueError(f"{len(request.groups)} groups are more than a search asks for at once: {MAX_GROUPS}")
         if self._next >= len(self._record):
-            raise Asked(asked)
-        found = self._record[self._next : self._next + len(asked.groups)]
-        self._next += len(asked.groups)
-        told = [(dict(each.candidate), each.group.task.content_hash) for each in found]
-        if told != [(asked.candidates[place], task.content_hash) for place, task in asked.groups]:
+            raise Asked(request)
+        records = self._record[self._next : self._next + len(request.groups)]
+        self._next += len(request.groups)
+        keys = [(dict(record.candidate), record.group.task.content_hash) for record in records]
+        if keys != [(request.candidates[place], task.content_hash) for place, task in request.groups]:
             raise ConfigError(
                 "The search requested other rollouts than the first time: its code or its random draws have changed.",
                 "Restore the old code, or submit a new run.",
             )
-        groups = [each.group for each in found]
+        groups = [record.group for record in records]
         return [groups[start : start + len(tasks)] for start in range(0, len(groups), len(tasks))]
 
     def _check(self, candidate: Candidate) -> None:
@@ -199,10 +199,10 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     Raises:
         ConfigError: it takes what no search is given.
     """
-    known = list(Given.__dataclass_fields__)
+    arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
-    if strange := [name for name in names if name not in known]:
-        raise ConfigError(f"A search does not get a parameter {strange[0]!r}.", f"Its run may take {', '.join(known)}.")
+    if strange := [name for name in names if name not in arg_names]:
+        raise ConfigError(f"A search does not get a parameter {strange[0]!r}.", f"Its run may take {', '.join(arg_names)}.")
     return names
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.workflow.resources import places
 from agentrl.workflow.search import Candidate, Critic, Resources, Rollouts, score
-from agentrl.workflow.search.feedback import told
+from agentrl.workflow.search.feedback import describe_group
 from agentrl.workflow.trajectory import Group, Task
 
 
@@ -30,10 +30,10 @@ def run(
         parents = [candidate for _, candidate in beam]
         batch = rng.sample(list(train_tasks), min(options["batch_tasks"], len(train_tasks)))
         names = [[rng.choice(list(resources)) for _ in range(options["branch_factor"])] for _ in parents]
-        shown = rollouts.each(parents, batch)
-        made = _edits(resources, critic, parents, names, shown)
-        known = [candidate for _, candidate in beam]
-        fresh = [(text, parent) for text, parent in made if text not in known]
+        rollout_groups = rollouts.each(parents, batch)
+        edits = _edits(resources, critic, parents, names, rollout_groups)
+        candidates = [candidate for _, candidate in beam]
+        fresh = [(text, parent) for text, parent in edits if text not in candidates]
         fresh = [pair for place, pair in enumerate(fresh) if pair[0] not in [text for text, _ in fresh[:place]]]
         if not fresh:
             continue
@@ -49,19 +49,21 @@ def _edits(
     critic: Critic,
     parents: Sequence[Candidate],
     names: Sequence[Sequence[str]],
-    shown: Sequence[Sequence[Group]],
+    rollout_groups: Sequence[Sequence[Group]],
 ) -> list[tuple[dict[str, str], Candidate]]:
     """Edited candidates with what they were made from; what a critic answers that is no edit is left out."""
-    wanted = [(parent, name, groups) for parent, its, groups in zip(parents, names, shown, strict=True) for name in its]
+    wanted = [
+        (parent, name, groups) for parent, its, groups in zip(parents, names, rollout_groups, strict=True) for name in its
+    ]
     critiques = critic.each([_ask_for_critique(parent[name], name, groups) for parent, name, groups in wanted])
     pairs = zip(wanted, critiques, strict=True)
     edits = critic.each([_ask_for_edit(parent[name], name, critique) for (parent, name, _), critique in pairs])
-    made = []
+    candidates = []
     for (parent, name, _), edit in zip(wanted, edits, strict=True):
         text = edited(edit)
         if not resources.validation_error(name, text):
-            made.append((resources.with_text(parent, name, text), parent))
-    return made
+            candidates.append((resources.with_text(parent, name, text), parent))
+    return candidates
 
 
 def edited(answer: str) -> str:
@@ -71,7 +73,9 @@ def edited(answer: str) -> str:
 
 
 def _ask_for_critique(text: str, name: str, groups: Sequence[Group]) -> str:
-    episodes = "\n\n".join(f'<episode number="{number}">\n{told(group)}\n</episode>' for number, group in enumerate(groups, 1))
+    episodes = "\n\n".join(
+        f'<episode number="{number}">\n{describe_group(group)}\n</episode>' for number, group in enumerate(groups, 1)
+    )
     return (
         f"A language-model agent works with this text, called {name}:\n\n<prompt>\n{text}\n</prompt>\n\n"
         f"These are episodes of it, each with what it earned (more is better):\n\n{episodes}\n\n"
@@ -82,9 +86,9 @@ def _ask_for_critique(text: str, name: str, groups: Sequence[Group]) -> str:
 
 def _ask_for_edit(text: str, name: str, critique: str) -> str:
     needed = ", ".join(f"{{{place}}}" for place in sorted(places(text)))
-    kept = f" Keep these places as they are, since they are filled in later: {needed}." if needed else ""
+    instruction = f" Keep these places as they are, since they are filled in later: {needed}." if needed else ""
     return (
         f"This text, called {name}, is what a language-model agent works with:\n\n<prompt>\n{text}\n</prompt>\n\n"
         f"A critic said of it:\n\n<critique>\n{critique}\n</critique>\n\n"
-        f"Write a better one.{kept} Answer with the whole new text between <prompt> and </prompt>, and nothing after it."
+        f"Write a better one.{instruction} Answer with the whole new text between <prompt> and </prompt>, and nothing after it."
     )

@@ -17,29 +17,29 @@ def conversation(episode: Episode) -> str:
 
 def feedback(episode: Episode) -> str:
     """Return the episode's outcome: its reward and parts, its stop reason and its failed tools."""
-    told = [f"reward {_number(episode.reward)}"]
-    told += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
-    told += [f"it ended: {episode.stop_reason or episode.status}"]
+    lines = [f"reward {_number(episode.reward)}"]
+    lines += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
+    lines += [f"it ended: {episode.stop_reason or episode.status}"]
     if episode.task.reference:
-        told.append(f"the right answer: {cut(episode.task.reference, MAX_PART)}")
+        lines.append(f"the right answer: {cut(episode.task.reference, MAX_PART)}")
     for step in episode.steps:
-        made = zip(step.message.tool_calls, step.results or (), strict=False)
-        told += [f"{call.name:.100} failed: {cut(result.content, 300)}" for call, result in made if result.error_class]
-    return cut("\n".join(told), MAX_FEEDBACK_CHARS)
+        pairs = zip(step.message.tool_calls, step.results or (), strict=False)
+        lines += [f"{call.name:.100} failed: {cut(result.content, 300)}" for call, result in pairs if result.error_class]
+    return cut("\n".join(lines), MAX_FEEDBACK_CHARS)
 
 
-def told(group: Group) -> str:
+def describe_group(group: Group) -> str:
     """Return the text for a group: its first episode with a reward, and the rewards of all."""
-    episode = next((each for each in group.episodes if each.reward is not None), group.episodes[0])
+    episode = next((member for member in group.episodes if member.reward is not None), group.episodes[0])
     mean = group_score(group)
     head = f"mean reward of {len(group.episodes)} episodes: {_number(mean)}\n" if len(group.episodes) > 1 else ""
     return f"{conversation(episode)}\n--\n{head}{feedback(episode)}"
 
 
-def cut(text: str, most: int) -> str:
+def cut(text: str, max_chars: int) -> str:
     """Return the text; if it is too long, without its middle."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
+    half = max_chars // 2
+    return text if len(text) <= max_chars else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _lines(episode: Episode) -> Iterator[str]:

@@ -26,7 +26,7 @@ def run(
     options: Mapping[str, Any],
 ) -> Candidate:
     """Return the candidate with the best mean over the tasks that choose."""
-    found: Any = optimize(
+    result: Any = optimize(
         seed_candidate=dict(resources),
         trainset=list(train_tasks),
         valset=list(choose_tasks),
@@ -39,7 +39,7 @@ def run(
         seed=rng.randrange(2**31),
         raise_on_exception=True,
     )
-    return dict(found.best_candidate)
+    return dict(result.best_candidate)
 
 
 class _Adapter:
@@ -59,8 +59,8 @@ class _Adapter:
             f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.validation_error(name, text))
         ]
         if faults:
-            said = f"This text cannot be used: {'; '.join(faults)}"
-            return EvaluationBatch([""] * len(batch), [0.0] * len(batch), [said] * len(batch) if capture_traces else None)
+            problem = f"This text cannot be used: {'; '.join(faults)}"
+            return EvaluationBatch([""] * len(batch), [0.0] * len(batch), [problem] * len(batch) if capture_traces else None)
         groups = self._rollouts(candidate, batch, "a reflection" if self._shown else "the beginning", self._shown)
         self._shown = dict(candidate) if capture_traces else self._shown  # the next one is made from it
         scores = [group_score(group) or 0.0 for group in groups]

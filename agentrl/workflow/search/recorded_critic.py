@@ -36,8 +36,8 @@ class RecordedCritic:
         ConfigError: there is no URL.
     """
 
-    def __init__(self, asked: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
-        self._asked, self._answers, self._record = asked, answers, record
+    def __init__(self, config: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
+        self._config, self._answers, self._record = config, answers, record
         self._connection = Connection(settings, "critic", MAX_BYTES)
         self._times: Counter[str] = Counter()
 
@@ -53,7 +53,7 @@ class RecordedCritic:
 
     def _key(self, prompt: str) -> str:
         """The same for the same question, but for how often it was asked before."""
-        text = json.dumps([self._asked.critic, self._asked.critic_temperature, self._asked.critic_tokens, prompt])
+        text = json.dumps([self._config.critic, self._config.critic_temperature, self._config.critic_tokens, prompt])
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._times[digest] += 1
         return hashlib.sha256(f"{digest} {self._times[digest]}".encode()).hexdigest()
@@ -62,8 +62,8 @@ class RecordedCritic:
         if key in self._answers:
             return self._answers[key]
         messages = [{"role": "user", "content": prompt}]
-        body: dict[str, Any] = {"model": self._asked.critic, "messages": messages, "max_tokens": self._asked.critic_tokens}
-        body["temperature"] = self._asked.critic_temperature
+        body: dict[str, Any] = {"model": self._config.critic, "messages": messages, "max_tokens": self._config.critic_tokens}
+        body["temperature"] = self._config.critic_temperature
         started = time.perf_counter()
         reply = self._connection.read(ChatReply, "/v1/chat/completions", body)
         text = (reply.choices[0].message.content or "")[:MAX_ANSWER] if reply.choices else ""

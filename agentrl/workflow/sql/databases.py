@@ -122,8 +122,8 @@ def _postgres(url: str) -> "Iterator[psycopg.Connection[tuple[Any, ...]]]":
             url.replace("postgresql+psycopg://", "postgresql://"), connect_timeout=5, options=options, client_encoding="utf8"
         )
     except psycopg.Error as error:
-        said = " ".join(str(error).split())
-        raise ServiceError(f"The database of the tool sql does not answer: {said}.", HINT) from error
+        problem = " ".join(str(error).split())
+        raise ServiceError(f"The database of the tool sql does not answer: {problem}.", HINT) from error
     with connection:
         if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
             connection.execute("SET client_encoding TO SQL_ASCII")  # so that the server sends bytes that are not UTF-8

@@ -66,27 +66,27 @@ class QueryProcess:
         """Whether the process is running."""
         return self._process.poll() is None
 
-    def ask(self, asked: Mapping[str, Any], seconds: float | None = None) -> Table:
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
         """Return the process's answer to a query, for which it has `seconds` [WALL_SECONDS]. Raises as `read` does."""
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:
-            line = self._answer(json.dumps(asked).encode() + b"\n")
+            line = self._answer(json.dumps(request).encode() + b"\n")
         except BaseException:  # its late answer would be taken for the next query's
             self._process.kill()
             raise
         finally:
             timer.cancel()
-        found = json.loads(line, object_hook=_untag_value)
-        if "error" in found:
-            raise getattr(errors, found["error"])(found["message"], found["hint"])
-        return found["columns"], [tuple(row) for row in found["rows"]]
+        reply = json.loads(line, object_hook=_untag_value)
+        if "error" in reply:
+            raise getattr(errors, reply["error"])(reply["message"], reply["hint"])
+        return reply["columns"], [tuple(row) for row in reply["rows"]]
 
-    def _answer(self, asked: bytes) -> bytes:
+    def _answer(self, request: bytes) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(asked)
+            self._process.stdin.write(request)
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if line.endswith(b"\n"):
@@ -131,9 +131,9 @@ def serve(read: Callable[..., Table]) -> None:
         sys.stdout.buffer.flush()
 
 
-def _answer_text(read: Callable[..., Table], asked: Mapping[str, Any]) -> str:
+def _answer_text(read: Callable[..., Table], request: Mapping[str, Any]) -> str:
     try:
-        columns, rows = read(**asked)
+        columns, rows = read(**request)
         return json.dumps({"columns": columns, "rows": rows}, default=_tag_value)
     except MemoryError:
         return _refusal(AccessDenied("The query takes too much memory and was stopped.", "Ask for less at a time."))
@@ -143,9 +143,9 @@ def _answer_text(read: Callable[..., Table], asked: Mapping[str, Any]) -> str:
 
 def limit_processor_time(seconds: int | None) -> None:
     """Limit the process's further processor time; None: no limit."""
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    limit = most if seconds is None else math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = hard_limit if seconds is None else math.ceil(time.process_time()) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
 
 
 def _refusal(error: AgentRLError) -> str:
@@ -156,11 +156,11 @@ def _tag_value(value: bytes | Decimal) -> dict[str, str]:
     return {"bytes": value.hex()} if isinstance(value, bytes) else {"number": str(value)}
 
 
-def _untag_value(told: dict[str, Any]) -> Any:
+def _untag_value(value: dict[str, Any]) -> Any:
     """The value that `_tag_value` was given."""
-    if told.keys() == {"bytes"}:
-        return bytes.fromhex(told["bytes"])
-    return Decimal(told["number"]) if told.keys() == {"number"} else told
+    if value.keys() == {"bytes"}:
+        return bytes.fromhex(value["bytes"])
+    return Decimal(value["number"]) if value.keys() == {"number"} else value
 
 
 if __name__ == "__main__":

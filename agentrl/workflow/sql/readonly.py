@@ -69,13 +69,13 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
     Raises:
         AccessDenied: the rows are too long.
     """
-    found, taken = [], 0
+    collected, taken = [], 0
     for row in itertools.islice(rows, limit):
-        found.append(row)
+        collected.append(row)
         taken += sum(len(value) if isinstance(value, str | bytes) else NUMBER_BYTES for value in row)
         if taken > size:
             raise AccessDenied(f"The answer is longer than {size} characters.", "Ask for fewer rows or columns.")
-    return found
+    return collected
 
 
 # SQLite
@@ -140,11 +140,11 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
     message = " ".join(str(error).split())
     if "one statement" in message:
         return several_statements_error()
-    if any(words in message for words in ("not authorized", "authorization denied", "prohibited")):
+    if any(phrase in message for phrase in ("not authorized", "authorization denied", "prohibited")):
         return write_error(message)
     if "too big" in message or "too large" in message:
         return AccessDenied(f"The query asks for too much: {message}.", "Ask for less at a time.")
-    if any(words in message for words in _UNREADABLE):
+    if any(phrase in message for phrase in _UNREADABLE):
         return ServiceError(f"The database cannot be read: {message}.", "Try again; `agentrl doctor`.")
     return ConfigError(f"Invalid query: {message}.", hint)
 

@@ -149,7 +149,7 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
     """
     ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
     chances = {k: [pass_at(n, c, k) for n, c in counts if n >= k] for k in ks}
-    return {k: math.fsum(found) / len(found) for k, found in chances.items() if found}
+    return {k: math.fsum(values) / len(values) for k, values in chances.items() if values}
 
 
 def pass_at(n: int, c: int, k: int) -> float:
@@ -174,8 +174,8 @@ def is_right(
 
 
 def _heaviest(weights: Mapping[str, float], given: Collection[str]) -> Collection[str]:
-    most = max(weights.values(), default=0.0)
-    if given and most < 1:
+    max_weight = max(weights.values(), default=0.0)
+    if given and max_weight < 1:
         return given
-    heaviest = [name for name, weight in weights.items() if weight == most > 0]
-    return [*heaviest, *given] if most == 1 else heaviest
+    heaviest = [name for name, weight in weights.items() if weight == max_weight > 0]
+    return [*heaviest, *given] if max_weight == 1 else heaviest

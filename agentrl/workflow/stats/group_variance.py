@@ -49,7 +49,7 @@ def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
 
 def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
     """Return (the first `wanted` groups with variance, in the order of their slots; slot -> reason why a group is dropped)."""
-    kept: list[Group] = []
+    chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):
         rewards = [episode.reward for episode in group.episodes if episode.trainable and episode.reward is not None]
@@ -57,8 +57,8 @@ def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], di
             dropped[group.slot] = f"{len(rewards)} of {len(group.episodes)} episodes can train"
         elif not varies(rewards):
             dropped[group.slot] = NO_VARIANCE
-        elif len(kept) == wanted:
+        elif len(chosen_groups) == wanted:
             dropped[group.slot] = SURPLUS
         else:
-            kept.append(group)
-    return kept, dropped
+            chosen_groups.append(group)
+    return chosen_groups, dropped

@@ -120,12 +120,12 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
         steps += len(worlds) * (count + 1)
         if steps > MAX_STEPS:
             return None
-        found: dict[int, float] = {}
+        next_worlds: dict[int, float] = {}
         shares = [(size * (2 * up - count), math.comb(count, up) / 2**count) for up in range(count + 1)]
         for total, share in worlds.items():
             for moved, part in shares:
-                found[total + moved] = found.get(total + moved, 0.0) + share * part
-        worlds = found
+                next_worlds[total + moved] = next_worlds.get(total + moved, 0.0) + share * part
+        worlds = next_worlds
     return worlds
 
 

@@ -61,8 +61,8 @@ def append_calls(content: str, calls: str) -> str:
 
 def skip_mark(text: str, at: int, mark: str) -> int:
     """Return the index after the next mark; the text's length without one."""
-    found = text.find(mark, at)
-    return len(text) if found < 0 else found + len(mark)
+    place = text.find(mark, at)
+    return len(text) if place < 0 else place + len(mark)
 
 
 def nothing_after(text: str, at: int) -> bool:

@@ -29,13 +29,13 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     kinds, end = argument_kinds(unescape(name[1]), tools), name.end()
     arguments: dict[str, Any] = {}
     while (key := _KEY.match(text, end)) is not None:
-        found = text.find(END_VALUE, key.end())
-        if found < 0:
+        close = text.find(END_VALUE, key.end())
+        if close < 0:
             raise Unreadable(UNFINISHED, len(text))
-        word, end = unescape(key[1]), found + len(END_VALUE)
+        word, end = unescape(key[1]), close + len(END_VALUE)
         if word in arguments:
             raise Unreadable(duplicate_key_message(word), skip_mark(text, end, END_CALL))
-        arguments[word] = read_value(text[key.end() : found], kinds.get(word, frozenset()), _stands_alone, end)
+        arguments[word] = read_value(text[key.end() : close], kinds.get(word, frozenset()), _stands_alone, end)
         space = _SPACE.match(text, end)
         end = space.end() if space else end
     if not text.startswith(END_CALL, end):

@@ -16,10 +16,10 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
     begin = at + len(CALL)
-    found = text.find(END_CALL, begin)
-    closed = found >= 0
-    end = found + len(END_CALL) if closed else len(text)
-    return (_call(text[begin : found if closed else end], closed, end),), end
+    close = text.find(END_CALL, begin)
+    closed = close >= 0
+    end = close + len(END_CALL) if closed else len(text)
+    return (_call(text[begin : close if closed else end], closed, end),), end
 
 
 def _call(text: str, closed: bool, end: int) -> ToolCall:
@@ -34,10 +34,10 @@ def _call(text: str, closed: bool, end: int) -> ToolCall:
         why = 'a call is an object with a "name" and "arguments"'
     if why:
         raise Unreadable(why, end)
-    made = read_arguments(call["name"], call.get("arguments", call.get("parameters", {})))
-    if made.error is not None:
-        raise Unreadable(made.error, end)
-    return made
+    tool_call = read_arguments(call["name"], call.get("arguments", call.get("parameters", {})))
+    if tool_call.error is not None:
+        raise Unreadable(tool_call.error, end)
+    return tool_call
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:

@@ -19,14 +19,14 @@ _NEXT = re.compile(r"\s*+(?:;\s*+)?(?=\{)")
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
     end = at + len(MARK) if text.startswith(MARK, at) else at
-    found = _OBJECT.match(text, end)
-    if found is None:
+    match = _OBJECT.match(text, end)
+    if match is None:
         raise Unreadable(UNFINISHED if nothing_after(text, end) else _HOW, end)
     calls: list[ToolCall] = []
-    while found is not None:
-        value, end = scan_json(text, found.end())
+    while match is not None:
+        value, end = scan_json(text, match.end())
         calls.append(_call(value, end))
-        found = _NEXT.match(text, end)
+        match = _NEXT.match(text, end)
     return tuple(calls), end
 
 
@@ -37,8 +37,8 @@ def _call(value: dict[str, object], end: int) -> ToolCall:
 
 
 def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
-    said = "; ".join(dump_json({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
-    return f"{content}{MARK}{said}" if content else said
+    text = "; ".join(dump_json({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
+    return f"{content}{MARK}{text}" if content else text
 
 
 llama3 = ToolFormat(

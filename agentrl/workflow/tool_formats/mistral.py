@@ -32,10 +32,10 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
 
     def read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
         begin = at + len(next(start for start in starts if text.startswith(start, at)))
-        found = _VALUE.match(text, begin)
-        if found is None or text.startswith(starts, found.end()):
+        match = _VALUE.match(text, begin)
+        if match is None or text.startswith(starts, match.end()):
             raise Unreadable(UNFINISHED if nothing_after(text, begin) else how, begin)
-        calls, after = read_call_list(text, found.end(), how)
+        calls, after = read_call_list(text, match.end(), how)
         return calls, skip_end(text, after, end)
 
     def write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> str:
@@ -77,8 +77,8 @@ def _call(value: dict[str, Any], end: int) -> ToolCall:
 
 def skip_end(text: str, at: int, mark: str) -> int:
     """Return the place behind the mark if only white space stands before it, else the place itself."""
-    found = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
-    return found.end() if found else at
+    match = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
+    return match.end() if match else at
 
 
 mistral = list_format("mistral", "[TOOL_CALLS]", space=" ")

@@ -16,16 +16,16 @@ _OPENS = re.compile(f'{CALL}"([^"<>]*+)"\\s*+>')
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
-    found = text.find(END_CALL, at)
-    end = len(text) if found < 0 else found + len(END_CALL)
+    close = text.find(END_CALL, at)
+    end = len(text) if close < 0 else close + len(END_CALL)
     opens = _OPENS.match(text, at, end)
     if opens is None:
-        raise Unreadable(f'a call begins with {CALL}"NAME">' if found >= 0 else UNFINISHED, end)
-    inside = text[opens.end() : found if found >= 0 else end]
+        raise Unreadable(f'a call begins with {CALL}"NAME">' if close >= 0 else UNFINISHED, end)
+    inside = text[opens.end() : close if close >= 0 else end]
     try:
-        arguments, why = decode_json(inside) if inside.strip() else ({}, "" if found >= 0 else UNFINISHED)
+        arguments, why = decode_json(inside) if inside.strip() else ({}, "" if close >= 0 else UNFINISHED)
     except ValueError as error:
-        raise Unreadable(str(error) if found >= 0 else UNFINISHED, end) from error
+        raise Unreadable(str(error) if close >= 0 else UNFINISHED, end) from error
     if why:
         raise Unreadable(why, end)
     return (make_call(unescape(opens[1]), arguments, end),), end

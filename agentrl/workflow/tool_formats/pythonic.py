@@ -90,11 +90,11 @@ class CallReader:
 
     def name(self) -> str:
         """Read a name, which must be next."""
-        found = self.next["name"] if self.next else None
-        if not found:
+        name = self.next["name"] if self.next else None
+        if not name:
             raise self.wrong()
         self.advance()
-        return found
+        return name
 
     def wrong(self, why: str = "") -> Unreadable:
         """Return the error for the next token."""
@@ -173,28 +173,28 @@ class CallReader:
         return self._pairs(depth + 1) if self.take("{") else self._plain()
 
     def _items(self, closes: str, depth: int) -> list[Any]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not self.take(closes):
-            found.append(self.value(depth))
+            items.append(self.value(depth))
             if not self.take(","):
                 self.need(closes)
                 break
-        return found
+        return items
 
     def _pairs(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         while not self.take("}"):
             key = self.name() if self.quote and self.next and self.next["name"] else self.value(depth)
             if not isinstance(key, str):
                 raise self.wrong("the keys of a dict must be texts")
             self.need(":")
-            if key in found:
+            if key in entries:
                 raise self.wrong(duplicate_key_message(key))
-            found[key] = self.value(depth)
+            entries[key] = self.value(depth)
             if not self.take(","):
                 self.need("}")
                 break
-        return found
+        return entries
 
     def _plain(self) -> Any:
         token = self.next
@@ -281,10 +281,10 @@ def spell_call(call: ToolCall) -> str:
 
 
 def _arguments(call: ToolCall) -> str:
-    named = {key: value for key, value in call.arguments.items() if _IDENTIFIER.fullmatch(key)}
-    others = {key: value for key, value in call.arguments.items() if key not in named}
-    words = [f"{key}={_spell_value(value)}" for key, value in named.items()]
-    return ", ".join([*words, f"**{_spell_value(others)}"] if others else words)
+    keywords = {key: value for key, value in call.arguments.items() if _IDENTIFIER.fullmatch(key)}
+    others = {key: value for key, value in call.arguments.items() if key not in keywords}
+    parts = [f"{key}={_spell_value(value)}" for key, value in keywords.items()]
+    return ", ".join([*parts, f"**{_spell_value(others)}"] if others else parts)
 
 
 def _spell_value(value: Any) -> str:

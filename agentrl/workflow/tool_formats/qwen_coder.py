@@ -139,24 +139,24 @@ def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], t
 
 def argument_kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
     """Return the JSON types of those of a tool's arguments whose schema gives them."""
-    found: dict[str, Kinds] = {}
+    kinds: dict[str, Kinds] = {}
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
             for key, schema in (properties if isinstance(properties, Mapping) else {}).items():
-                found[key] = _types(schema)
-    return found
+                kinds[key] = _types(schema)
+    return kinds
 
 
 def _types(schema: object) -> Kinds:
     if not isinstance(schema, Mapping):
         return frozenset()
-    told = schema.get("type")
-    listed = [told] if isinstance(told, str) else told if isinstance(told, list) else []
+    type_names = schema.get("type")
+    listed = [type_names] if isinstance(type_names, str) else type_names if isinstance(type_names, list) else []
     more = schema.get("anyOf")
-    inner = [_types(each) for each in more] if isinstance(more, list) else []
+    inner = [_types(option) for option in more] if isinstance(more, list) else []
     return frozenset(kind for kind in listed if isinstance(kind, str)).union(*inner) if all(inner) else frozenset()
 
 

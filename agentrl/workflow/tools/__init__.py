@@ -87,8 +87,10 @@ class Tool:
                 fields[f"argument_{number}"] = (self._type_of(parameter), _field(parameter))
             return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         except (PydanticUserError, NameError, TypeError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"The tool {self.name!r} has a parameter type without a JSON schema: {said}.", _TYPES) from error
+            problem = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"The tool {self.name!r} has a parameter type without a JSON schema: {problem}.", _TYPES
+            ) from error
 
     def _type_of(self, parameter: inspect.Parameter) -> Any:
         if parameter.annotation is inspect.Parameter.empty or parameter.kind in _MANY:
@@ -107,10 +109,10 @@ class Tool:
 
     def described(self, text: str) -> Self:
         """The same tool with another description, which is all that a model reads of what it does."""
-        made = copy(self)
-        told = self.schema["function"]
-        vars(made)["schema"] = function_schema(self.name, text, told["parameters"])
-        return made
+        tool = copy(self)
+        spec = self.schema["function"]
+        vars(tool)["schema"] = function_schema(self.name, text, spec["parameters"])
+        return tool
 
     def check_name(self) -> None:
         """Checks that a model can write the tool's name and that a call's row can hold it.
@@ -139,9 +141,9 @@ class Tool:
             self.needs()
 
     def _check_size(self) -> None:
-        told = self.schema["function"]
+        spec = self.schema["function"]
         try:
-            size = len(json.dumps([told["description"], told["parameters"]], ensure_ascii=False, allow_nan=False).encode())
+            size = len(json.dumps([spec["description"], spec["parameters"]], ensure_ascii=False, allow_nan=False).encode())
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.title} has a description or parameters that are not JSON.", "Correct them.") from error
         if size > MAX_TOLD:
@@ -201,11 +203,11 @@ class Tool:
         """The parameters in short: `query (string), k (integer, optional)`."""
         parameters = self.schema["function"]["parameters"]
         needed = parameters.get("required", [])
-        told = [
+        parts = [
             f"{name} ({spec.get('type', 'value')}{'' if name in needed else ', optional'})"
             for name, spec in parameters.get("properties", {}).items()
         ]
-        return ", ".join(told) or "no arguments"
+        return ", ".join(parts) or "no arguments"
 
 
 _TYPES = "Write each parameter as name: type, with JSON types."
@@ -217,10 +219,10 @@ def _field(parameter: inspect.Parameter) -> Any:
 
 
 def _problems(error: ValidationError) -> str:
-    found = error.errors(include_url=False)
-    told = [f"{'.'.join(map(str, item['loc']))[:100]}: {item['msg'][:200]}" for item in found[:SHOWN_PROBLEMS]]
-    more = len(found) - SHOWN_PROBLEMS
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+    errors = error.errors(include_url=False)
+    lines = [f"{'.'.join(map(str, item['loc']))[:100]}: {item['msg'][:200]}" for item in errors[:SHOWN_PROBLEMS]]
+    more = len(errors) - SHOWN_PROBLEMS
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,10 +259,10 @@ def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None)
 
     threading.Thread(target=call, daemon=True).start()
     try:
-        told = answer.result(seconds)
+        result = answer.result(seconds)
     except BaseException as error:  # anybody's code, even `exit()`; its errors are shown to the model and the user
         raised = answer.exception() if answer.done() else None
         if raised is not error and not isinstance(error, TimeoutError):
             raise  # ctrl-C in this thread
-        told = failure(tool, raised or tool.overdue())
-    return replace(told, content=storable(told.content), seconds=time.monotonic() - began)
+        result = failure(tool, raised or tool.overdue())
+    return replace(result, content=storable(result.content), seconds=time.monotonic() - began)

@@ -67,10 +67,10 @@ def get(url: str, hosts: Sequence[str]) -> str:
     check(hosts)
     end = time.monotonic() + SECONDS
     for _ in range(MAX_REDIRECTS + 1):
-        found = _fetch_once(_url(url), hosts, end)
-        if isinstance(found, str):
-            return found
-        url = str(found)
+        result = _fetch_once(_url(url), hosts, end)
+        if isinstance(result, str):
+            return result
+        url = str(result)
     raise ToolFailure(f"{url[:200]} was redirected more than {MAX_REDIRECTS} times")
 
 
@@ -118,10 +118,10 @@ def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
     if not any(_is_allowed(host, url.host, port) for host in hosts):
         raise ToolFailure(f"{url.host}:{port} may not be fetched; allowed: {', '.join(hosts)}")
     try:
-        found = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ToolFailure(f"there is no host {url.host!r}") from error
-    addresses = [str(item[4][0]) for item in found]
+    addresses = [str(item[4][0]) for item in infos]
     for address in addresses:
         # An address that is itself on the list is intended, private or not.
         if url.host != address and not _is_public(address):
@@ -139,9 +139,9 @@ def _is_allowed(allowed: str, host: str, port: int) -> bool:
 
 
 def _is_public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_global and not (mapped or found).is_multicast
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return (mapped or ip).is_global and not (mapped or ip).is_multicast
 
 
 async def _read(response: httpx2.Response) -> bytes:

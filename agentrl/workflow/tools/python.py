@@ -103,11 +103,11 @@ class CodeTool(Tool):
 
     def _tool_result(self, result: CodeResult) -> ToolResult:
         try:
-            told = ToolResult(self._observation(result))
+            tool_result = ToolResult(self._observation(result))
         except CodeFailure as error:
-            told = failure(self, error)
+            tool_result = failure(self, error)
         seen = Exit(result.kind, result.status, result.exit_code)
-        return replace(told, cpu_seconds=result.cpu_seconds, exit=seen)
+        return replace(tool_result, cpu_seconds=result.cpu_seconds, exit=seen)
 
     def overdue(self) -> AgentRLError:
         """See `Tool.overdue`; here the system's failure."""
@@ -164,11 +164,11 @@ def observation(result: CodeResult, limits: Limits) -> str:
     left = LEFT_RUNNING_TEXT if result.left else ""
     if result.status == "ok":
         return "\n".join(filter(None, (result.output.rstrip("\n") or "(no output)", left)))
-    said = result.output.rstrip("\n")
+    output = result.output.rstrip("\n")
     reason = reasons(limits).get(result.status, "")
-    if not reason and (not said or result.exit_code != 1):  # 1 is a traceback's, which says more
+    if not reason and (not output or result.exit_code != 1):  # 1 is a traceback's, which says more
         reason = f"(exit code {result.exit_code})"
-    raise CodeFailure("\n".join(filter(None, (said, reason, left))), result.status)
+    raise CodeFailure("\n".join(filter(None, (output, reason, left))), result.status)
 
 
 def system_failed(result: CodeResult) -> bool:

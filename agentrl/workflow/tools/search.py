@@ -54,21 +54,21 @@ def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
     return _tool(lambda: collection)
 
 
-def _tool(named: Callable[[], str | Path | Callable[[], Iterable[Passage]]], variables: tuple[str, ...] = ()) -> Tool:
-    opened = Once(lambda: open_search(named()))
+def _tool(locate: Callable[[], str | Path | Callable[[], Iterable[Passage]]], variables: tuple[str, ...] = ()) -> Tool:
+    opened = Once(lambda: open_search(locate()))
 
     def search(query: str, k: Annotated[int, Field(ge=1, le=20)] = 3) -> str:
         """Searches a collection of texts and returns the k passages that fit the query best."""
-        found = opened()(query, k)
-        if not found:
+        passages = opened()(query, k)
+        if not passages:
             return "nothing was found; try other words"
-        return "\n\n".join(f"[{rank}] {passage.title}\n{passage.text}" for rank, passage in enumerate(found, start=1))
+        return "\n\n".join(f"[{rank}] {passage.title}\n{passage.text}" for rank, passage in enumerate(passages, start=1))
 
     return Tool(
         search,
         timeout_seconds=15.0,
         max_characters=MAX_CHARACTERS,
-        needs=lambda: check(named()),
+        needs=lambda: check(locate()),
         opens=opened,
         variables=variables,
     )
@@ -127,10 +127,10 @@ def index(passages: Iterable[Passage]) -> Search:
     turn = threading.Lock()
 
     def best(query: str, k: int) -> list[Passage]:
-        words = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
-        if not words:
+        terms = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
+        if not terms:
             raise ToolFailure("the query holds no word to search for")
-        wanted = " OR ".join(f'"{word}"' for word in words)
+        wanted = " OR ".join(f'"{word}"' for word in terms)
         with turn:
             rows = table.execute(
                 "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages, 2.0, 1.0), rowid LIMIT ?",
@@ -167,9 +167,9 @@ def _document(file: Path, number: int, line: str) -> tuple[str, str]:
             raise TypeError("text must be text")
         return str(row.get("title", f"{file.stem}/{number}")), text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        said = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"Line {number} of {str(file)!r} is not an object with 'text': {said}.", "Correct the file."
+            f"Line {number} of {str(file)!r} is not an object with 'text': {problem}.", "Correct the file."
         ) from error
 
 
@@ -211,7 +211,7 @@ def _search_server(url: str, query: str, k: int) -> list[Passage]:
         raise ServiceError(f"The search at {url} answered without a list of results: {str(error)[:300]}.", HINT) from error
 
 
-async def _post(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
+async def _post(url: str, request: dict[str, Any]) -> tuple[int, bytes]:
     """Asks the server; the answer's status and body, read only up to the size limit.
 
     Raises:
@@ -221,7 +221,7 @@ async def _post(url: str, asked: dict[str, Any]) -> tuple[int, bytes]:
     headers = {"Accept-Encoding": "identity"}  # so that nothing decompresses to any size
     async with (
         httpx2.AsyncClient(timeout=None) as client,
-        client.stream("POST", url, json=asked, headers=headers) as response,
+        client.stream("POST", url, json=request, headers=headers) as response,
     ):
         async for part in response.aiter_raw():
             body += part

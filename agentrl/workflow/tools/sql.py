@@ -27,15 +27,15 @@ def sql_over(database: str | Path) -> Tool:
     return _tool(lambda: str(database))
 
 
-def _tool(named: Callable[[], str], variables: tuple[str, ...] = ()) -> Tool:
+def _tool(locate: Callable[[], str], variables: tuple[str, ...] = ()) -> Tool:
     def sql(query: str = "") -> str:
         """Runs one SELECT on the database and returns its rows. Without a query it lists the tables and their columns."""
         try:
-            return format_rows(read(named(), query, MAX_ROWS + 1))
+            return format_rows(read(locate(), query, MAX_ROWS + 1))
         except (AccessDenied, ConfigError) as error:
             raise ToolFailure(error.message) from error
 
-    return Tool(sql, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(named()), variables=variables)
+    return Tool(sql, timeout_seconds=15.0, max_characters=MAX_CHARACTERS, needs=lambda: check(locate()), variables=variables)
 
 
 def format_rows(table: Table) -> str:

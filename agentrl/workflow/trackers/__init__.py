@@ -152,8 +152,8 @@ def _masked(value: Any, secrets: list[str]) -> Any:
             value = pattern.sub(replacement, value)
         return value
     if isinstance(value, Mapping):
-        return {_masked(name, secrets): _masked(each, secrets) for name, each in value.items()}
-    return [_masked(each, secrets) for each in value] if isinstance(value, list | tuple) else value
+        return {_masked(name, secrets): _masked(item, secrets) for name, item in value.items()}
+    return [_masked(item, secrets) for item in value] if isinstance(value, list | tuple) else value
 
 
 METRICS: Mapping[str, str] = {

@@ -43,8 +43,8 @@ def start(backend: TrainerBackend, policy: "Policy", config: RunConfig, iteratio
 
 def full_float16_error() -> ConfigError:
     """Return the error for training all weights in float16."""
-    said = "float16 has too few bits to train all weights in it."
-    return ConfigError(said, "Set model.dtype=float32, or train LoRA: model.lora_r=8.")
+    message = "float16 has too few bits to train all weights in it."
+    return ConfigError(message, "Set model.dtype=float32, or train LoRA: model.lora_r=8.")
 
 
 def check(config: RunConfig) -> None:

@@ -121,11 +121,11 @@ def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """
 
     def credit(rewards: Tensor) -> Tensor:
-        found = torch.zeros_like(rewards)
+        advantages = torch.zeros_like(rewards)
         if len(rewards) > 1:
             (first, second), (place, _) = rewards.topk(2)
-            found[place] = (first - second) / (rewards.std() + VERL_EPSILON) if first > second else 0.0
-        return found
+            advantages[place] = (first - second) / (rewards.std() + VERL_EPSILON) if first > second else 0.0
+        return advantages
 
     return _credit_groups(earned, credit)
 
@@ -142,12 +142,12 @@ def optimal_baseline(earned: TokenRewards, options: AlgorithmConfig) -> Advantag
         offsets = center_on_mean(rewards)
         return offsets - (lengths * offsets).sum() / lengths.sum()
 
-    found = torch.zeros_like(lengths)
+    advantages = torch.zeros_like(lengths)
     totals = earned.totals.double()
     for group in torch.unique(earned.groups):
         members = earned.groups == group
-        found[members] = credit(totals[members], lengths[members])
-    return _credit_all_tokens(found, earned.mask)
+        advantages[members] = credit(totals[members], lengths[members])
+    return _credit_all_tokens(advantages, earned.mask)
 
 
 def group_baseline_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
@@ -209,15 +209,15 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
         starts = [0, *(1 + (turns[1:length] != turns[: length - 1]).nonzero()[:, 0]).tolist()]
         chains = [0] * length if earned.chains is None else earned.chains[row, :length].tolist()
         rewards, value = earned.rewards[row].tolist(), values[row].tolist()
-        found = [0.0] * length
+        row_advantages = [0.0] * length
         after = 0.0  # V + lambda A of the turn that follows
         for start, end in reversed(list(zip(starts, [*starts[1:], length], strict=True))):
             after = after if end < length and chains[end] == chains[end - 1] else 0.0  # nothing follows a chain's last turn
-            found[end - 1] = rewards[end - 1] + discount * after - value[end - 1]
+            row_advantages[end - 1] = rewards[end - 1] + discount * after - value[end - 1]
             for t in range(end - 2, start - 1, -1):
-                found[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * found[t + 1]
+                row_advantages[t] = rewards[t] + value[t + 1] - value[t] + lambda_ * row_advantages[t + 1]
             after = value[start] + lambda_ * (math.fsum(rewards[start:end]) + discount * after - value[start])
-        advantages[row, :length] = torch.tensor(found, dtype=advantages.dtype)
+        advantages[row, :length] = torch.tensor(row_advantages, dtype=advantages.dtype)
     return Advantages(whiten(advantages, earned.mask), torch.where(earned.mask, advantages + values, 0.0))
 
 
@@ -234,11 +234,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 def _credit_groups(earned: TokenRewards, credit: Callable[[Tensor], Tensor]) -> Advantages:
     totals = earned.totals.double()
-    found = torch.zeros_like(totals)
+    advantages = torch.zeros_like(totals)
     for group in torch.unique(earned.groups):
         members = earned.groups == group
-        found[members] = credit(totals[members])
-    return _credit_all_tokens(found, earned.mask)
+        advantages[members] = credit(totals[members])
+    return _credit_all_tokens(advantages, earned.mask)
 
 
 def _credit_all_tokens(per_episode: Tensor, mask: Tensor) -> Advantages:

@@ -37,19 +37,19 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
     Raises:
         DatasetError: it cannot be read, holds none, or has malformed rows, which are named.
     """
-    found: list[Demonstration] = []
+    demonstrations: list[Demonstration] = []
     problems: list[str] = []
     for row in islice(read_source(config), config.max_tasks):
         try:
             kinds = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-            found.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), kinds)))
+            demonstrations.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), kinds)))
         except ValueError as error:
             add_problem(problems, f"{row.place}: {error}", config)
     if problems:
         raise malformed_error(config.name, problems, "Correct them.")
-    if not found:
+    if not demonstrations:
         raise DatasetError(f"{config.name!r} has no demonstrations.", "Write one JSON object per line into it.")
-    return found
+    return demonstrations
 
 
 def _demonstration(row: Mapping[str, Any]) -> Demonstration:
@@ -67,12 +67,12 @@ def _demonstration(row: Mapping[str, Any]) -> Demonstration:
 
 def _messages(value: object) -> tuple[Message, ...]:
     messages = read_messages("messages", value)
-    said = [message.role == "assistant" for message in messages]
-    if not any(said):
+    by_assistant = [message.role == "assistant" for message in messages]
+    if not any(by_assistant):
         raise ValueError("it has no assistant message")
-    if said[0] or any(first and second for first, second in pairwise(said)):
+    if by_assistant[0] or any(first and second for first, second in pairwise(by_assistant)):
         raise ValueError("an assistant's message answers none that stands before it")
-    last = max(index for index, own in enumerate(said) if own)
+    last = max(index for index, own in enumerate(by_assistant) if own)
     return messages[: last + 1]
 
 
@@ -81,21 +81,21 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError("'tools' must be a list of objects")
-    named = (tool.get("function") for tool in value)
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in named):
+    functions = (tool.get("function") for tool in value)
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise ValueError("'tools': each must hold a 'function' with a 'name'")
     return tuple(value)
 
 
-def line_of(shown: Demonstration) -> bytes:
+def line_of(demonstration: Demonstration) -> bytes:
     """Return the line of a file that holds the demonstration, as `read_demonstrations` reads it.
 
     Raises:
         ValueError: it could not be read again, and why.
     """
-    row: dict[str, Any] = {"messages": [message_row(message) for message in shown.messages]}
-    if shown.tools:
-        row["tools"] = [dict(tool) for tool in shown.tools]
+    row: dict[str, Any] = {"messages": [message_row(message) for message in demonstration.messages]}
+    if demonstration.tools:
+        row["tools"] = [dict(tool) for tool in demonstration.tools]
     line = json.dumps(row, ensure_ascii=False).encode()
     _demonstration(read_object(line))
     return line + b"\n"

@@ -65,8 +65,8 @@ def _check_room(folder: Path, module: Any) -> None:
     there = next(parent for parent in folder.absolute().parents if parent.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
-        said = f"The model needs {needed >> 20} MiB, and {str(there)!r} has {free >> 20} MiB free; nothing was written."
-        raise ModelError(said, "Free disk space, or name a folder on another disk.")
+        message = f"The model needs {needed >> 20} MiB, and {str(there)!r} has {free >> 20} MiB free; nothing was written."
+        raise ModelError(message, "Free disk space, or name a folder on another disk.")
 
 
 def merge_weights(policy: Policy) -> Any:

@@ -162,14 +162,14 @@ def open_resumable(
     with _lock_folder(place, target):
         last = place / LAST
         sealed_folder.repair_folder(last)
-        kept = Resumable(last, key, every, clock)
+        resumable = Resumable(last, key, every, clock)
         try:
             _check(last, key, target)
         except (CheckpointError, ConflictError):
             if not overwrite:
                 raise
-            kept.drop()
-        yield kept
+            resumable.drop()
+        yield resumable
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -217,10 +217,10 @@ def _check(last: Path, key: str, target: Path) -> None:
         sealed_folder.verify(last)
     except BrokenCheckpoint as error:
         raise _unusable(last) from error
-    found, done, steps = read_progress(last)
-    if found != key:
-        said = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
-        raise ConflictError(said, INTERRUPTED_HINT)
+    recorded_key, done, steps = read_progress(last)
+    if recorded_key != key:
+        message = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
+        raise ConflictError(message, INTERRUPTED_HINT)
 
 
 def _unusable(folder: Path) -> CheckpointError:
@@ -242,8 +242,8 @@ def _lock_folder(place: Path, target: Path) -> Iterator[None]:
     except OSError as error:  # other than that somebody has it: a file system without locks keeps nobody out
         if isinstance(error, BlockingIOError):
             os.close(lock)
-            said = f"Another process is making the model {str(target)!r}."
-            raise ConflictError(said, "Wait for its end, or pass another --name.") from error
+            message = f"Another process is making the model {str(target)!r}."
+            raise ConflictError(message, "Wait for its end, or pass another --name.") from error
     try:
         yield
     finally:

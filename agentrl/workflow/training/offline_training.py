@@ -188,10 +188,10 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
     """Return each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is
     none.
     """
-    found: list[list[Row]] = [[] for _ in episodes]
+    by_episode: list[list[Row]] = [[] for _ in episodes]
     for row in rows_of(episodes):
-        found[row.episode].append(row)
-    return [tuple(rows) for rows in found]
+        by_episode[row.episode].append(row)
+    return [tuple(rows) for rows in by_episode]
 
 
 def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
@@ -203,11 +203,11 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
     """
     policy = learner.policy
     model = policy.config.model_dump(mode="json", exclude={"path"}) if policy else {}
-    told = {**source, "base": policy.base_hash if policy else source["base"], "recipe": asdict(recipe), "model": model}
-    found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    origin = {**source, "base": policy.base_hash if policy else source["base"], "recipe": asdict(recipe), "model": model}
+    digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode())
     for rows in examples:
-        found.update(repr([(row.input_ids, row.loss_mask, row.behavior_logprobs) for row in rows]).encode())
-    return found.hexdigest()
+        digest.update(repr([(row.input_ids, row.loss_mask, row.behavior_logprobs) for row in rows]).encode())
+    return digest.hexdigest()
 
 
 def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
@@ -226,13 +226,13 @@ def train(
     objective: Objective[T],
     progress: ProgressListener = SILENT,
     held_out: Sequence[T] = (),
-    kept: Resumable | None = None,
+    resumable: Resumable | None = None,
 ) -> Metrics:
     """Train the module's trainable parameters in place; the metrics of the last step.
 
     Args:
         held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
-        kept: where it goes on, and where it writes its checkpoints.
+        resumable: where it goes on, and where it writes its checkpoints.
 
     Raises:
         ModelError: the loss or the gradient is no longer finite.
@@ -245,7 +245,7 @@ def train(
     device = next(module.parameters()).device
     optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     loss_scale = LossScale(module)
-    done = kept.load(parameters, optimizer, loss_scale) if kept else 0
+    done = resumable.load(parameters, optimizer, loss_scale) if resumable else 0
     order = batches(len(examples), recipe.batch_size, recipe.seed)
     backoff = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
@@ -264,23 +264,23 @@ def train(
                 norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
                 repeats = loss_scale.must_repeat(metrics["loss"], norm)
             if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
-                if kept:
-                    kept.drop()
-                said = (
+                if resumable:
+                    resumable.drop()
+                message = (
                     f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
                 )
-                raise ModelError(said, "Pass a lower --learning-rate.")
+                raise ModelError(message, "Pass a lower --learning-rate.")
             take_step(optimizer, parameters)
             if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff)}
             stopped = stop() and step + 1 < recipe.steps
-            if kept:
-                kept.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
+            if resumable:
+                resumable.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
             progress.step(
                 step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
             )
             if stopped:
-                goes_on = "the same command goes on there" if kept else "nothing was written"
+                goes_on = "the same command goes on there" if resumable else "nothing was written"
                 raise Stopped(f"Stopped after step {step + 1} of {recipe.steps}; {goes_on}.")
     module.eval()
     return metrics
@@ -347,15 +347,15 @@ def backoff_over_rows(
         return (packing.packed_size if apart else size)([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
-        most = max(1, len(examples) // at_least)
-        if extent(examples) <= tokens and len(examples) <= most:
+        max_examples = max(1, len(examples) // at_least)
+        if extent(examples) <= tokens and len(examples) <= max_examples:
             return [list(examples)]
-        found: list[list[T]] = []
+        pieces: list[list[T]] = []
         for example in sorted(examples, key=lambda one: -max(len(row.input_ids) for row in rows(one))):
-            if not found or len(found[-1]) == most or extent([*found[-1], example]) > tokens:
-                found.append([])
-            found[-1].append(example)
-        return found
+            if not pieces or len(pieces[-1]) == max_examples or extent([*pieces[-1], example]) > tokens:
+                pieces.append([])
+            pieces[-1].append(example)
+        return pieces
 
     return OomBackoff(tokens, cut, extent, "example", "Take a smaller model, or a device with more memory.")
 
@@ -373,18 +373,20 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         yield from (order[i : i + size] for i in range(0, rows, size))
 
 
-def save(learner: Learner, made: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
+def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
     """Write the model folder atomically, with the record of its origin.
 
     Raises:
         CheckpointError: the disk refused.
     """
     module = merge_weights(learner.policy) if learner.policy else learner.module
-    told = {
+    details = {
         "tool_format": learner.chat.manner.tool_format.name,
-        "examples": made.examples,
-        "left_out": dict(made.left_out),
-        "metrics": dict(made.metrics),
+        "examples": trained_model.examples,
+        "left_out": dict(trained_model.left_out),
+        "metrics": dict(trained_model.metrics),
     }
-    write_model(made.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(made.recipe), **told})
-    return made
+    write_model(
+        trained_model.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(trained_model.recipe), **details}
+    )
+    return trained_model

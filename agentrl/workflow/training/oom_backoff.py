@@ -57,7 +57,7 @@ class OomBackoff(Generic[T]):
                 raise
             several = [piece for piece in pieces if len(piece) > 1]
             if not several:
-                most = max(map(self.size, pieces))
-                raise InfraError(f"Memory does not suffice for one {self.item} of {most} tokens.", self.hint) from error
+                max_tokens = max(map(self.size, pieces))
+                raise InfraError(f"Memory does not suffice for one {self.item} of {max_tokens} tokens.", self.hint) from error
             self.tokens = max(map(self.size, several)) // 2
             self._ran_out = True

@@ -28,8 +28,8 @@ def make_optimizer(
         return torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
     from bitsandbytes.optim.adamw import AdamW8bit  # here and not above: it takes long to import
 
-    made = AdamW8bit(parameters.values(), learning_rate, betas, weight_decay=weight_decay)  # type: ignore[no-untyped-call]
-    return made
+    optimizer = AdamW8bit(parameters.values(), learning_rate, betas, weight_decay=weight_decay)  # type: ignore[no-untyped-call]
+    return optimizer
 
 
 def check_optimizer(name: str, device: str) -> None:
@@ -46,8 +46,8 @@ def check_optimizer(name: str, device: str) -> None:
         make_optimizer(name, {"": weight}, 0.1, BETAS, 0.0).step()
         moved = float(weight.detach().max()) < 1
     except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _unusable(name, device, said) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _unusable(name, device, reason) from error
     if not moved:
         raise _unusable(name, device, "a step of it changes nothing")
 

@@ -119,13 +119,15 @@ def dpo(
     learner = load_learner(start, device, threads)
     examples = [pair for _, pair in both]
     objective = preference_objective(beta, start.temperature)
-    known = sampler_differences(examples) if reference == "sampler" else model_differences(learner.module, examples, objective)
-    examples = [PreferencePair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, known, strict=True)]
+    differences = (
+        sampler_differences(examples) if reference == "sampler" else model_differences(learner.module, examples, objective)
+    )
+    examples = [PreferencePair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, differences, strict=True)]
     ids = [[better.id, worse.id] for (better, worse), _ in both]
     source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
     key = training_key(learner, recipe, source, [pair.rows for pair in examples])
-    with open_resumable(target, key, save_every, overwrite) as kept:
-        metrics = train(learner.module, examples, recipe, objective, progress, kept=kept)
+    with open_resumable(target, key, save_every, overwrite) as resumable:
+        metrics = train(learner.module, examples, recipe, objective, progress, resumable=resumable)
         return save(
             learner, TrainedModel(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source
         )
@@ -180,9 +182,11 @@ def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], object
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):
-        found: dict[int, float] = {}
+        differences: dict[int, float] = {}
         with attempt as pieces:
             for numbers in pieces:
                 some = [pairs[number] for number in numbers]
-                found |= zip(numbers, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True)
-    return [found[number] for number in range(len(pairs))]
+                differences |= zip(
+                    numbers, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True
+                )
+    return [differences[number] for number in range(len(pairs))]

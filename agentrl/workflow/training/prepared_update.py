@@ -41,8 +41,8 @@ class TokenConstants:
     def on_lines(self, places: Tensor, mask: Tensor, dtype: torch.dtype) -> "TokenConstants":
         """Return those at these flat places, where the mask of a microbatch (B, T - 1) is True."""
         flat = {one.name: getattr(self, one.name) for one in fields(self)}
-        known = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
-        return TokenConstants(**{name: pad(values, mask) for name, values in known.items()})
+        constants = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
+        return TokenConstants(**{name: pad(values, mask) for name, values in constants.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PreparedUpdate:
 
     tokens: TokenLayout
     minibatches: Sequence[Minibatch]
-    known: TokenConstants
+    constants: TokenConstants
     beside: Metrics
     whole: Metrics
     advantages: Mapping[int, float]
@@ -108,8 +108,8 @@ class UpdatePreparation:
         self, groups: Sequence[Group], iteration: int, critic: nn.Linear | None, kl_coef: float
     ) -> PreparedUpdate | Update:
         """Prepare the update on these groups; without trainable tokens, return the skipped update with its reason."""
-        kept, dropped = select_groups(groups, self._algorithm.needs_group)
-        episodes = [episode for group in kept for episode in group.episodes]
+        usable_groups, dropped = select_groups(groups, self._algorithm.needs_group)
+        episodes = [episode for group in usable_groups for episode in group.episodes]
         if not episodes:
             return Update(dropped=dropped, skipped="no group has enough finished episodes")
         tokens = TokenLayout.of(episodes)
@@ -117,23 +117,23 @@ class UpdatePreparation:
             none = {episode.id: 0.0 for episode in episodes}
             return Update(advantages=none, dropped=dropped, skipped="no episode has a token that trains")
         strayed = self._scorer.sampler_mismatch(tokens)
-        cut_off = {number for number, each in enumerate(episodes) if self._masks and each.stop_reason in TRUNCATED}
+        cut_off = {number for number, episode in enumerate(episodes) if self._masks and episode.stop_reason in TRUNCATED}
         idle = strayed | cut_off
-        known, credited, beside = self._credit_tokens(tokens, kept, idle, critic, kl_coef)
+        constants, credited, beside = self._credit_tokens(tokens, usable_groups, idle, critic, kl_coef)
         advantages = episode_advantages(credited, tokens)
         if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
             return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
-        dropped |= idle_reasons(kept, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
-        minibatches = self._minibatches(tokens, idle, known.advantages)
+        dropped |= idle_reasons(usable_groups, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
+        minibatches = self._minibatches(tokens, idle, constants.advantages)
         if not minibatches:
             reason = DIFFERENT if strayed else "no advantage differs from 0"
             return Update(advantages=advantages, dropped=dropped, skipped=reason)
-        known = self._add_logprobs(tokens, minibatches, known)
+        constants = self._add_logprobs(tokens, minibatches, constants)
         staleness, limit = self._config.rollout.max_staleness, self._config.update.max_sampler_difference
         whole = {} if limit is None else {"sampler_dropped": float(len(strayed))}
         whole |= {"truncated_dropped": float(len(cut_off))} if self._masks else {}
         whole |= {"staleness": float(min(iteration, staleness))} if staleness else {}
-        return PreparedUpdate(tokens, minibatches, known, beside, whole, advantages, dropped)
+        return PreparedUpdate(tokens, minibatches, constants, beside, whole, advantages, dropped)
 
     def _credit_tokens(
         self, tokens: TokenLayout, groups: Sequence[Group], idle: Set[int], critic: nn.Linear | None, kl_coef: float
@@ -155,8 +155,8 @@ class UpdatePreparation:
             penalty, metrics["kl"] = kl_coef * estimate, float(estimate[tokens.mask].mean())
         earned = tokens.make_earned(groups, penalty, None if values is None else tokens.by_episode(values))
         credited = self._credit(earned, options)
-        kept = torch.tensor([number not in idle for number in range(len(tokens.episodes))])
-        credited = replace(credited, advantages=credited.advantages * kept[:, None])
+        active = torch.tensor([number not in idle for number in range(len(tokens.episodes))])
+        credited = replace(credited, advantages=credited.advantages * active[:, None])
         returns = None if credited.returns is None else credited.returns[tokens.mask]
         if credited.returns is not None and earned.values is not None:
             metrics["explained_variance"] = explained_variance(earned.values, credited.returns, earned.mask)
@@ -171,23 +171,23 @@ class UpdatePreparation:
         options, limits, episodes = self._options, self._config.rollout, len(tokens.episodes)
         step = self._config.update.batch_size or episodes
         all_teach = bool(options.entropy_coef or self._algorithm.critic or (options.kl_coef and options.kl_in == "loss"))
-        found = []
+        minibatches = []
         for first in range(0, episodes, step):
             part = [row for row in tokens.rows if first <= row.episode < first + step and row.episode not in idle]
             rows = [row for row in part if all_teach or advantages[tokens.places([row])].any()]
             trained, width = sum(sum(row.loss_mask) for row in part), limits.max_steps * limits.max_new_tokens
             counts = Normaliser(trained, len(part), width, len({row.episode for row in part}))
-            found += [Minibatch(rows, counts)] if rows else []
-        return found
+            minibatches += [Minibatch(rows, counts)] if rows else []
+        return minibatches
 
-    def _add_logprobs(self, tokens: TokenLayout, minibatches: Sequence[Minibatch], known: TokenConstants) -> TokenConstants:
+    def _add_logprobs(self, tokens: TokenLayout, minibatches: Sequence[Minibatch], constants: TokenConstants) -> TokenConstants:
         """Adds the logprobs that the steps need: where there are several, those of the policy before the first."""
         used = [row for minibatch in minibatches for row in minibatch.rows]
         one_step = len(minibatches) * self._config.update.epochs == 1
         if one_step and not (self._corrects and self._config.model.lora_dropout):  # an importance weight has no dropout
-            known = replace(known, start=None)  # the step's own are the same, with its dropout
-        elif known.start is None:
-            known = replace(known, start=self._scorer.read_constants(tokens, used, self._policy.training)[0])
-        if known.reference is None and self._options.kl_coef > 0:
-            known = replace(known, reference=self._scorer.read_constants(tokens, used, self._policy.reference)[0])
-        return known
+            constants = replace(constants, start=None)  # the step's own are the same, with its dropout
+        elif constants.start is None:
+            constants = replace(constants, start=self._scorer.read_constants(tokens, used, self._policy.training)[0])
+        if constants.reference is None and self._options.kl_coef > 0:
+            constants = replace(constants, reference=self._scorer.read_constants(tokens, used, self._policy.reference)[0])
+        return constants

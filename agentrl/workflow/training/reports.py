@@ -69,35 +69,35 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
 
     A group-relative algorithm needs 2 finished episodes in a group, any other 1.
     """
-    kept, dropped = [], {}
+    usable_groups, dropped = [], {}
     for group in groups:
         done = tuple(episode for episode in group.episodes if episode.trainable)
         if len(done) >= (2 if needs_group else 1):
-            kept.append(Group(group.task, done, group.slot))
+            usable_groups.append(Group(group.task, done, group.slot))
         else:
             dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
-    return kept, dropped
+    return usable_groups, dropped
 
 
 def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
     """Return each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
-    found = {}
+    advantages = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
         values = line[:length]
         alike = length and bool((values == values[0]).all())
-        found[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
-    return found
+        advantages[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
+    return advantages
 
 
 def idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[int, str]:
     """By slot, how many of the group's episodes do not train and why; the episodes of all groups are counted through."""
     slots = [group.slot for group in groups for _ in group.episodes]
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for reason, numbers in idle.items():
         for slot, count in Counter(slots[number] for number in numbers).items():
             text = f"{count} of {slots.count(slot)} episodes: {reason}"
-            found[slot] = f"{found[slot]}; {text}" if slot in found else text
-    return found
+            reasons[slot] = f"{reasons[slot]}; {text}" if slot in reasons else text
+    return reasons
 
 
 def add_up(parts: Iterable[Metrics]) -> dict[str, float]:

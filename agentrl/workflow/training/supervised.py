@@ -126,25 +126,25 @@ def sft(
     clock = datetime.now(UTC) if overwrite else rendering_clock(target)
     learner = replace(learner, chat=learner.chat.at(clock))
     recipe = recipe or default_recipe(model, learner.kind == "full")
-    most = None if epochs else recipe.steps * recipe.batch_size
-    found = list(demonstrations(dataset, most if max_tasks is None else max_tasks, recipe.seed))
-    roles = {message.role for one in found if one for message in one.messages}
+    limit = None if epochs else recipe.steps * recipe.batch_size
+    samples = list(demonstrations(dataset, limit if max_tasks is None else max_tasks, recipe.seed))
+    roles = {message.role for one in samples if one for message in one.messages}
     learner.chat.check(system="system" in roles, tools="tool" in roles)
-    shown = [segments_of(learner.chat, one) if one else None for one in found]
-    examples = [(row_of(segments),) for segments in shown if segments is not None]
+    segment_lists = [segments_of(learner.chat, one) if one else None for one in samples]
+    examples = [(row_of(segments),) for segments in segment_lists if segments is not None]
     fitting = [example for example in examples if len(example[0].input_ids) <= learner.context]
-    left_out = Counter({UNSOLVED: len(shown) - len(examples), TOO_LONG: len(examples) - len(fitting)})
+    left_out = Counter({UNSOLVED: len(segment_lists) - len(examples), TOO_LONG: len(examples) - len(fitting)})
     if not fitting:
-        said = f"None of {len(shown)} tasks has a demonstration that fits into {learner.context} tokens."
-        raise DatasetError(said, "Shorten them, or take a model that reads more.")
+        problem = f"None of {len(segment_lists)} tasks has a demonstration that fits into {learner.context} tokens."
+        raise DatasetError(problem, "Shorten them, or take a model that reads more.")
     learned, held_out = split_examples(fitting, recipe.held_out, recipe.seed)
     if epochs:
         recipe = replace(recipe, steps=epochs * math.ceil(len(learned) / recipe.batch_size))
     source = start.record("sft") if start else {"stage": "sft", "base": model}
     source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
     key = training_key(learner, recipe, source, [*learned, *held_out])
-    with open_resumable(target, key, save_every, overwrite, clock) as kept:
-        metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, kept)
+    with open_resumable(target, key, save_every, overwrite, clock) as resumable:
+        metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, resumable)
         return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source)
 
 
@@ -184,10 +184,12 @@ def sft_on_episodes(
     learner = load_learner(start, device, threads)
     examples = [example for _, example in taken]
     source = start.record("sft") | {"episodes": [number for number, _ in taken]}
-    with open_resumable(target, training_key(learner, recipe, source, examples), save_every, overwrite) as kept:
-        metrics = train(learner.module, examples, recipe, likelihood_objective(start.temperature), progress, kept=kept)
-        made = TrainedModel(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
-        return save(learner, made, source)
+    with open_resumable(target, training_key(learner, recipe, source, examples), save_every, overwrite) as resumable:
+        metrics = train(
+            learner.module, examples, recipe, likelihood_objective(start.temperature), progress, resumable=resumable
+        )
+        trained_model = TrainedModel(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+        return save(learner, trained_model, source)
 
 
 def likelihood_objective(temperature: float = 1.0) -> Objective[Example]:
@@ -222,15 +224,15 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
     return make_learner(Policy.load(config, model, device, threads))
 
 
-def demonstrations(dataset: Dataset | Sequence[Demonstration], most: int | None, seed: int) -> Iterator[Demonstration | None]:
+def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
     """Yield the first demonstrations of a dataset, each as its env would have it; None for a task that has none.
 
     Raises:
         DatasetError: the dataset has no demonstrations.
     """
     if isinstance(dataset, Dataset):
-        return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), most)), seed)
-    return iter(dataset[:most])
+        return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), limit)), seed)
+    return iter(dataset[:limit])
 
 
 def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> Iterator[Demonstration | None]:
@@ -245,13 +247,13 @@ def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> I
             yield Demonstration((*env.reset(task), *messages[len(task.messages) :]), schemas)
 
 
-def texts_of(shown: Iterable[Demonstration | None]) -> list[str]:
+def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
     """Return the texts of the demonstrations for a tokenizer, cut where the speaker changes."""
     plain = Chat(tiny_tokenizer([]))
-    return [plain.decode(ids) for one in shown if one for ids, _ in segments_of(plain, one)]
+    return [plain.decode(ids) for one in samples if one for ids, _ in segments_of(plain, one)]
 
 
-def segments_of(chat: Chat, shown: Demonstration) -> Segments:
+def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
     """Return the demonstration as the episode it would be.
 
     Raises:
@@ -259,17 +261,17 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
     """
     segments: Segments = []
     heard: list[Message] = []
-    for message in shown.messages:
+    for message in demonstration.messages:
         if message.role != "assistant":
             heard.append(message)
             continue
         if segments:
-            ids, reason = chat.continuation(heard, shown.tools, segments[-1][0])
+            ids, reason = chat.continuation(heard, demonstration.tools, segments[-1][0])
         else:
-            ids, reason = chat.opening(heard, shown.tools), ""
+            ids, reason = chat.opening(heard, demonstration.tools), ""
         if ids is None:
             raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
-        segments += [(ids, False), (chat.turn(message, shown.tools), True)]
+        segments += [(ids, False), (chat.turn(message, demonstration.tools), True)]
         heard = []
     return segments
 
@@ -277,5 +279,5 @@ def segments_of(chat: Chat, shown: Demonstration) -> Segments:
 def row_of(segments: Segments) -> Row:
     """Return the demonstration as a training row; only the assistant's tokens train."""
     ids = tuple(token for run, _ in segments for token in run)
-    said = tuple(spoken for run, spoken in segments for _ in run)
-    return Row(0, 0, ids, said, said, (0.0,) * len(ids))
+    mask = tuple(spoken for run, spoken in segments for _ in run)
+    return Row(0, 0, ids, mask, mask, (0.0,) * len(ids))

@@ -135,14 +135,16 @@ class Trainer:
             if isinstance(prepared, Update):
                 return UpdatePreview(prepared)
             first, blank, before = prepared.minibatches[0], self._untrained_parts(), self._snapshot()
-            start = prepared.known.start
+            start = prepared.constants.start
             if start is None:
                 start, _ = self._scorer.read_constants(prepared.tokens, first.rows, self._policy.training)
             try:
                 with seed_dropout(f"{self._config.seed}|{iteration}|0", self._policy.device):
                     step = self._step(prepared, first, iteration)
                 gradient = self._flat_gradient()
-                after = self._accumulate(replace(prepared, known=replace(prepared.known, start=start)), first, learns=False)
+                after = self._accumulate(
+                    replace(prepared, constants=replace(prepared.constants, start=start)), first, learns=False
+                )
             except Unusable as error:
                 return UpdatePreview(_undone(prepared, error))
             finally:
@@ -179,10 +181,10 @@ class Trainer:
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
         """Whether the policy has moved so far from its start that no further pass is made."""
         limit = self._config.update.max_kl
-        if limit is None or prepared.known.start is None:
+        if limit is None or prepared.constants.start is None:
             return False
         rows = [row for minibatch in prepared.minibatches for row in minibatch.rows]
-        return self._scorer.kl_from_start(prepared.tokens, rows, prepared.known.start) > limit
+        return self._scorer.kl_from_start(prepared.tokens, rows, prepared.constants.start) > limit
 
     def _step(self, prepared: PreparedUpdate, minibatch: Minibatch, iteration: int) -> Metrics:
         repeats = True
@@ -221,8 +223,8 @@ class Trainer:
         self, model: nn.Module, prepared: PreparedUpdate, counts: Normaliser, rows: Sequence[Row]
     ) -> dict[str, float]:
         batch, scores = self._scorer.score(model, rows, self._critic, trains=True)
-        known = prepared.known.on_lines(prepared.tokens.places(rows), batch.loss_mask[:, 1:], scores.logprobs.dtype)
-        terms = self._loss.terms(batch, scores, known, counts, self.kl_coef)
+        constants = prepared.constants.on_lines(prepared.tokens.places(rows), batch.loss_mask[:, 1:], scores.logprobs.dtype)
+        terms = self._loss.terms(batch, scores, constants, counts, self.kl_coef)
         if torch.is_grad_enabled():
             (terms.loss * self._loss_scale.factor).backward()  # type: ignore[no-untyped-call]
         return dict(zip(terms.sums, torch.stack([value.double() for value in terms.sums.values()]).tolist(), strict=True))
@@ -251,8 +253,8 @@ class Trainer:
         return (*(("critic",) if critic else ()), *(() if self._optimizer.state else ("optimizer",)))
 
     def _flat_gradient(self) -> Tensor:
-        found = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._policy.trainable().values())
-        return torch.cat([gradient.detach().cpu().flatten() for gradient in found])
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self._policy.trainable().values())
+        return torch.cat([gradient.detach().cpu().flatten() for gradient in gradients])
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, int]]:
         weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -318,9 +320,9 @@ class Trainer:
     def _load_optimizer(self, folder: Path, partly: bool = False) -> None:
         file = folder / sealed_folder.OPTIMIZER
         try:
-            found = load_file(file) if file.is_file() or not partly else {}
-            known = {name: tensor for name, tensor in found.items() if name.rpartition(":")[0] in self._parameters}
-            set_optimizer_state(self._optimizer, self._parameters, known if partly else found)
+            tensors = load_file(file) if file.is_file() or not partly else {}
+            own_tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(":")[0] in self._parameters}
+            set_optimizer_state(self._optimizer, self._parameters, own_tensors if partly else tensors)
             state = json.loads((folder / sealed_folder.STATE).read_text())
             self.iteration = int(state["iteration"])
             self.updates = int(state["updates"])

@@ -91,16 +91,16 @@ class Microbatch:
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     """Return the training rows of the episodes as they were read, in order; a row in which nothing trains is left out."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for number, (episode, _) in enumerate(map(as_read, episodes)):
         idle = reasons_not_to_train(episode)
-        found += (
+        rows += (
             _row(number, index, episode, steps, idle)
             for index, steps in enumerate(chains_of(episode))
             if any(step.index not in idle and step.sampled_ids for step in steps)
         )
-    counts = Counter(row.episode for row in found)
-    return [row if counts[row.episode] == 1 else replace(row, weight=1 / counts[row.episode]) for row in found]
+    counts = Counter(row.episode for row in rows)
+    return [row if counts[row.episode] == 1 else replace(row, weight=1 / counts[row.episode]) for row in rows]
 
 
 def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: bool = False) -> list[list[Row]]:
@@ -109,13 +109,13 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
     Longest first, so that what does not fit into memory is known at once. A row longer than `tokens` stays alone. With `share`,
     rows of the same beginning go together instead, where the model then has less to read.
     """
-    most = max(1, len(rows) // at_least)
+    max_rows = max(1, len(rows) // at_least)
     by_length = sorted(rows, key=lambda row: (-len(row.input_ids), row.episode, row.index))
     if not share:
-        return _fill_microbatches([(row, None) for row in by_length], tokens, most)[0]
+        return _fill_microbatches([(row, None) for row in by_length], tokens, max_rows)[0]
     longest: dict[tuple[int, ...], int] = {}
-    named = [(row, longest.setdefault(_beginning(row), place)) for place, row in enumerate(by_length)]
-    plans = [_fill_microbatches(order, tokens, most) for order in (named, sorted(named, key=lambda pair: pair[1]))]
+    entries = [(row, longest.setdefault(_beginning(row), place)) for place, row in enumerate(by_length)]
+    plans = [_fill_microbatches(order, tokens, max_rows) for order in (entries, sorted(entries, key=lambda pair: pair[1]))]
     return min(plans, key=lambda plan: plan[1] + len(plan[0]) * CALL_TOKENS)[0]
 
 
@@ -188,13 +188,13 @@ class _Extent:
         return min(whole, len(self._beginnings) * self._prefix + lines + CALL_TOKENS)
 
 
-def _fill_microbatches(order: Sequence[tuple[Row, Hashable | None]], tokens: int, most: int) -> tuple[list[list[Row]], int]:
+def _fill_microbatches(order: Sequence[tuple[Row, Hashable | None]], tokens: int, max_rows: int) -> tuple[list[list[Row]], int]:
     """Microbatches of the rows in this order, each as long as it may be, and the sum of their sizes."""
     pieces: list[list[Row]] = []
     extent, total, last = _Extent(), 0, 0
     for row, beginning in order:
         extent.add(row, beginning)
-        if not pieces or extent.rows > most or extent.size() > tokens:
+        if not pieces or extent.rows > max_rows or extent.size() > tokens:
             pieces.append([])
             total += last
             extent = _Extent()

@@ -53,11 +53,13 @@ def require_trl() -> None:
         ConfigError: it is not installed here, or in another version.
     """
     try:
-        found = metadata.version("trl")
+        version = metadata.version("trl")
     except metadata.PackageNotFoundError as error:
         raise ConfigError("The trainer trl needs TRL, which is not installed here.", install_command("trl")) from error
-    if found != VERSION:
-        raise ConfigError(f"The trainer trl was made for TRL {VERSION}, and {found} is installed here.", install_command("trl"))
+    if version != VERSION:
+        raise ConfigError(
+            f"The trainer trl was made for TRL {VERSION}, and {version} is installed here.", install_command("trl")
+        )
 
 
 def check_trl(config: RunConfig) -> None:
@@ -69,9 +71,9 @@ def check_trl(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the option, and why.
     """
-    said = next(_refusals(config), None)
-    if said is not None:
-        raise ConfigError(f"The trainer trl cannot do this: {said}.", "Leave that out, or take --trainer agentrl.")
+    refusal = next(_refusals(config), None)
+    if refusal is not None:
+        raise ConfigError(f"The trainer trl cannot do this: {refusal}.", "Leave that out, or take --trainer agentrl.")
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
@@ -160,5 +162,5 @@ def _no_loss(options: AlgorithmConfig) -> str:
     there = _losses(algorithm, options)
     if there:
         return f"algorithm.aggregation={options.aggregation} of {algorithm.name}, where TRL has {', '.join(there)}"
-    known = [name for name, each in gradients().items() if _losses(each, options)]
-    return f"the algorithm {algorithm.name}, where TRL's GRPOTrainer has {', '.join(known)}"
+    names = [name for name, gradient in gradients().items() if _losses(gradient, options)]
+    return f"the algorithm {algorithm.name}, where TRL's GRPOTrainer has {', '.join(names)}"

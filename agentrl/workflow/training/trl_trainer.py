@@ -75,13 +75,13 @@ class TrlTrainer(Trainer):
             RewardError: an episode's reward is no finite number.
         """
         started = time.perf_counter()
-        kept, dropped = select_whole_groups(groups, self._config.rollout.group_size)
-        episodes = [episode for group in kept for episode in group.episodes]
+        usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)
+        episodes = [episode for group in usable_groups for episode in group.episodes]
         if not episodes:
             return Update(dropped=dropped, skipped="no group is whole")
         self._set_rates(iteration)
         tokens = TokenLayout.of(episodes)
-        credited = self._credit(tokens.make_earned(kept), self._options)
+        credited = self._credit(tokens.make_earned(usable_groups), self._options)
         advantages = episode_advantages(credited, tokens)
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
             return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
@@ -120,9 +120,9 @@ class TrlTrainer(Trainer):
         finally:
             self._optimizer.zero_grad()
         counts = {"tokens": float(sum(sum(row.loss_mask) for row in rows)), "rows": float(len(rows))}
-        told = [{METRICS[name]: entry[name] for name in METRICS if name in entry} for entry in trl.state.log_history]
+        entries = [{METRICS[name]: entry[name] for name in METRICS if name in entry} for entry in trl.state.log_history]
         share = {"kl_coef": coef} if coef else {}
-        steps: list[Metrics] = [{**entry, **counts, **share} for entry in told if "loss" in entry]
+        steps: list[Metrics] = [{**entry, **counts, **share} for entry in entries if "loss" in entry]
         for step in steps:
             require_finite(step["loss"], step["grad_norm"])
         self._require_finite_weights()
@@ -168,7 +168,7 @@ class TrlTrainer(Trainer):
         _silence_trl()
         for group in self._optimizer.param_groups:
             group.pop("initial_lr", None)  # of the schedule of the last update
-        made = GRPOTrainer(
+        trainer = GRPOTrainer(
             model=model,
             reward_funcs=_rewards,
             args=arguments,
@@ -179,21 +179,21 @@ class TrlTrainer(Trainer):
             optimizers=(self._optimizer, None),
             rollout_func=_RecordedRollouts(rows, rewards, arguments.num_generations),
         )
-        made.remove_callback(PrinterCallback)
-        return made
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
     """Return the groups of which every episode can train, each as one row, and why others are dropped, by slot."""
     chosen, dropped = select_groups(groups, needs_group=True)
-    kept = []
+    whole_groups = []
     for group in chosen:
         reason = _why_not(group, size)
         if reason is None:
-            kept.append(group)
+            whole_groups.append(group)
         else:
             dropped[group.slot] = f"{reason}: TRL takes whole groups"
-    return kept, dropped
+    return whole_groups, dropped
 
 
 def _why_not(group: Group, size: int) -> str | None:
@@ -211,8 +211,8 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
     should be at least so many microbatches, where there are the rows.
     """
     width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
-    most = max(1, min(tokens // width, len(rows) // at_least))
-    return next(count for count in range(most, 0, -1) if len(rows) % count == 0)
+    max_rows = max(1, min(tokens // width, len(rows) // at_least))
+    return next(count for count in range(max_rows, 0, -1) if len(rows) % count == 0)
 
 
 class _RecordedRollouts:
@@ -289,5 +289,5 @@ def _restore_model(*models: nn.Module | None) -> Iterator[None]:
 
 def _objects_trl_changes(model: nn.Module) -> list[Any]:
     causal = causal_model(model)
-    found = [model, causal, causal.config, causal.config.get_text_config(), causal.generation_config]
-    return [thing for number, thing in enumerate(found) if not any(thing is other for other in found[:number])]
+    objects = [model, causal, causal.config, causal.config.get_text_config(), causal.generation_config]
+    return [thing for number, thing in enumerate(objects) if not any(thing is other for other in objects[:number])]

@@ -85,22 +85,22 @@ class UpdateCost:
 
         `mfu`, the model FLOPs utilisation, is the share of the peak in half precision; for float32 no peak is known.
         """
-        found = {"tflops": self._flops / seconds / 1e12} if self._is_known and seconds else {}
+        metrics = {"tflops": self._flops / seconds / 1e12} if self._is_known and seconds else {}
         if self._device.type == "cuda":
-            found["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
             peak = find_peak(torch.cuda.get_device_name(self._device)) if self._dtype in HALVES else None
-            if peak is not None and "tflops" in found:
-                found["mfu"] = found["tflops"] / peak
-        return found
+            if peak is not None and "tflops" in metrics:
+                metrics["mfu"] = metrics["tflops"] / peak
+        return metrics
 
 
 def find_peak(card: str) -> float | None:
     """Return the peak TFLOP/s of the card of that name in half precision; None if it is not known."""
     model = re.sub(r"^(NVIDIA|Tesla) ", "", card)
-    named = [
+    matches = [
         name for name in PEAK_TFLOPS if re.fullmatch(rf"{re.escape(name)}([ -](SXM|PCI|\d+ ?GB).*)?", model, re.IGNORECASE)
     ]
-    return PEAK_TFLOPS[named[0]] if named else None
+    return PEAK_TFLOPS[matches[0]] if matches else None
 
 
 def _is_used(name: str, layer: nn.Module, head: nn.Module) -> bool:

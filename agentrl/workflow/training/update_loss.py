@@ -42,27 +42,29 @@ class UpdateLoss:
         self._surrogate: Surrogate = find("surrogates", algorithm.surrogate_of(config.algorithm))
         self.importance = config.importance_method(same_numbers)
 
-    def terms(self, batch: Microbatch, scores: Scores, known: TokenConstants, counts: Normaliser, kl_coef: float) -> LossTerms:
+    def terms(
+        self, batch: Microbatch, scores: Scores, constants: TokenConstants, counts: Normaliser, kl_coef: float
+    ) -> LossTerms:
         """Return the microbatch's share of its minibatch's loss.
 
         Args:
-            known: of its tokens, on its lines.
+            constants: of its tokens, on its lines.
             counts: of the minibatch.
         """
         mask, behavior = batch.loss_mask[:, 1:], batch.behavior_logprobs[:, 1:]  # (B, T-1)
-        logprobs, credit = scores.logprobs, known.advantages
-        start = logprobs.detach() if known.start is None else known.start
+        logprobs, credit = scores.logprobs, constants.advantages
+        start = logprobs.detach() if constants.start is None else constants.start
         old = behavior.to(logprobs.dtype) if self._config.source.given else start
         sums: dict[str, Tensor] = {}
         cap, level = self._options.importance_cap, self._options.importance_level
         weights, cut = importance_weights(start, behavior, mask, cap, level, self.importance or "truncate")
         if self.importance is not None:
             credit = credit * weights.to(credit.dtype)
-        tokens = TokenBatch(logprobs, old, credit, mask, known.reference, scores.entropy, batch.weights)
+        tokens = TokenBatch(logprobs, old, credit, mask, constants.reference, scores.entropy, batch.weights)
         terms = policy_loss(self._surrogate, tokens, self._options.model_copy(update={"kl_coef": kl_coef}), counts)
         loss = terms.loss
-        if scores.values is not None and known.values is not None and known.returns is not None:
-            errors = value_loss(scores.values, known.values, known.returns, self._config.critic.clip or None)
+        if scores.values is not None and constants.values is not None and constants.returns is not None:
+            errors = value_loss(scores.values, constants.values, constants.returns, self._config.critic.clip or None)
             loss = loss + self._config.critic.loss_coef * aggregate(errors, mask, "token-mean", counts)
             sums["value_loss"] = (errors * mask).sum().detach()
         log_ratio = torch.where(mask, start - behavior, 0.0)
