@@ -25,7 +25,7 @@ PACKAGE = "agentrl"
 JOURNEYS = {
     "a step: engine to row": [
         ("workflow.inference.decoding_batch:Batch._answer", "workflow.inference.decoding_batch:ActiveTurn.finish"),
-        ("workers.jobs.episode_loop:GroupRollout.handle", "workflow.store.steps:token_row"),
+        ("workers.jobs.episode_loop:GroupRollout.handle", "workflow.store.row_codecs:token_row"),
     ],
     "an update: rows to commit": [
         ("workflow.store.training_groups:load_groups", ""),
@@ -40,7 +40,7 @@ JOURNEYS = {
         ("workers.serving.endpoint_app:Endpoint._call", "workers.serving.upstream:Connection.send"),
         ("workers.jobs.sampling_server:SamplingServer._sample", "workers.jobs.sampling_server:EpisodeServer.take"),
         ("workers.jobs.agent_rollout:AgentRollout._answer", "workflow.engines:Engine.submit"),
-        ("workers.jobs.agent_rollout:AgentRollout._commit", "workflow.store.steps:token_row"),
+        ("workers.jobs.agent_rollout:AgentRollout._commit", "workflow.store.row_codecs:token_row"),
     ],
 }
 """Journey -> its walks: (where it begins, where it ends; empty: with its first function). A walk follows the parameters in

@@ -142,9 +142,9 @@ def _check_tokens(origin: "Origin", made: "Experiment") -> "TokensReport":
     policy = open_run_base(made.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in made.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    marks = agent_steps.load_marks(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, ())
-    requests = {mark.step: (mark.tools, mark.template_options) for mark in marks}
-    rollout, told = made.config.rollout, {mark.step: mark.asked for mark in marks}
+    asking = agent_steps.load_requests(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, {})
+    requests = {step: (request.tools, request.template_options) for step, request in asking.items()}
+    rollout, told = made.config.rollout, {step: request.asked for step, request in asking.items()}
     is_clients = made.config.agent is not None and made.config.agent.name == CLIENTS
 
     def sampling(number: int) -> "tuple[RolloutConfig, SamplingKey]":

@@ -16,9 +16,8 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import offline_data, steps, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.steps import SampledStep
 from agentrl.workflow.training.trainer import Trainer
-from agentrl.workflow.trajectory import PolicyRef
+from agentrl.workflow.trajectory import PolicyRef, StepRecord
 from tests.support.learned_episodes import logprobs_of, two_turns
 from tests.support.played_runs import claim, claim_training, finish, start, submission, update_of, values
 from tests.support.small_models import tiny_random
@@ -45,7 +44,7 @@ def played(db: Database, base: Path, name: str = "first", rewards: Sequence[Sequ
         for position, reward in enumerate(rewards[number]):
             turns = two_turns(0, seed=10 * number + position).steps
             for turn in turns:
-                steps.commit_sampled(db, work.fence, [SampledStep(work.episodes[position].id, turn, work.policy_id, "", ())])
+                steps.commit_sampled(db, work.fence, [StepRecord(work.episodes[position].id, turn, work.policy_id, "", ())])
             finish(db, work, position, reward)
 
 

@@ -171,9 +171,9 @@ class OpenPolicy:
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
-        keys, context = SamplingKey(self.seed, "chat", 0, "chat", sample), drafted.context(episode)
-        key = keys.of_next(episode, context)
-        request = GenerateRequest.within(asked, context, self.ref, key, session=keys.bits)
+        keys = SamplingKey(self.seed, "chat", 0, "chat", sample)
+        key = keys.of_next(episode, drafted.context)
+        request = GenerateRequest.within(asked, drafted.context, self.ref, key, session=keys.bits)
 
         def step(completion: Completion) -> Step:
             message = self.chat.parse(completion.token_ids, schemas)
