@@ -89,7 +89,7 @@ def merge_base(made: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
     """Whether the model was merged from exactly these weights."""
-    from agentrl.workflow.checkpoints.sealed_folder import RECORD
+    from agentrl.workflow.checkpoints import RECORD
 
     try:
         record = json.loads((target / RECORD).read_text())

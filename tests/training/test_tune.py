@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
@@ -248,7 +248,7 @@ def test_sft_starts_from_a_policy_of_a_run(
     with policy.training() as module, torch.no_grad():
         next(module.parameters()).add_(0.25)
     checkpoint = tmp_path / "v1"
-    sha256 = checkpoint_cache.write(str(checkpoint), Trainer(policy, config, 1).save)
+    sha256 = checkpoints.write(str(checkpoint), Trainer(policy, config, 1).save)
     train_commits.commit_update(own_database, work, update_of(work, path=str(checkpoint), sha256=sha256), 3)
 
     words = ["--dataset", "arithmetic", "--steps", "1", "--batch-size", "2", "--learning-rate", "1e-9"]

@@ -18,8 +18,7 @@ from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
 from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, write_when_possible
-from agentrl.workflow import trainers
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
@@ -156,7 +155,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
         if fenced.is_set():
             raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over by another worker.")
         path = _checkpoint_path(work)
-        sha256 = "" if update.skipped else checkpoint_cache.write(path, trainer.save)
+        sha256 = "" if update.skipped else checkpoints.write(path, trainer.save)
         record = _update_record(work, update, trainer, "" if update.skipped else path, sha256, started)
         try:
             published = train_commits.commit_update(database(), work, record, config.update.max_bad_updates)
@@ -184,7 +183,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
     """Rebuilds the run's broken checkpoint by repeating its update; the iteration then goes on from it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
-    if not checkpoint_cache.checkpoint_error(
+    if not checkpoints.find_fault(
         broken.path, broken.sha256, _checkpoint_part(work, broken.path)
     ):  # a person has put the files back
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
@@ -214,7 +213,7 @@ def _repeat_update(
     if fenced.is_set():
         raise Fenced(f"Version {rebuild.broken.version} of {work.run} is being rebuilt by another trainer.")
     path = _checkpoint_path(source, "r")
-    sha256 = checkpoint_cache.write(path, trainer.save)
+    sha256 = checkpoints.write(path, trainer.save)
     try:
         repair.commit_rebuild(database(), work, rebuild.broken, path, sha256)
     except Fenced:
@@ -249,14 +248,14 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
             log.info("%s: %s", work.run, count_parameters(module))
         path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
         if path:
-            checkpoint_cache.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
+            checkpoints.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
         else:
             trainer.load(None)
         loaded.trainer = trainer
     return loaded.trainer
 
 
-def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
+def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
     """The part of the checkpoint that an update starts from: of another run's, all but the optimizer."""
     return "all" if path.endswith(work.key) else "start"
 
@@ -264,7 +263,7 @@ def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
 def _discard_checkpoint(path: str) -> None:
     """Removes a fenced trainer's checkpoint, unless its commit was done and only the reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
-        checkpoint_cache.remove(path)
+        checkpoints.remove(path)
 
 
 def _update_record(
@@ -318,12 +317,12 @@ def _link_epoch(work: IterationWork, version: int) -> None:
 
 
 def _remove_leftovers(work: IterationWork) -> None:
-    checkpoint_cache.remove_rivals(_checkpoint_path(work))
+    checkpoints.remove_rivals(_checkpoint_path(work))
     faultpoint("rivals.removed")
     stale = train_commits.find_optimizer_to_drop(database(), work.run_id, staleness_of(work.config))
     if stale:
-        checkpoint_cache.drop_optimizer(stale)
+        checkpoints.drop_optimizer(stale)
         faultpoint("optimizer.dropped")
     if work.config["update"].get("save_every"):  # runs older than this option lack it
         for path in retention.drop_unsaved(database(), work.run_id):
-            checkpoint_cache.remove(path)
+            checkpoints.remove(path)

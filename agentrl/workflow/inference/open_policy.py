@@ -16,9 +16,8 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from agentrl.workflow import engines
+from agentrl.workflow import checkpoints, engines
 from agentrl.workflow.chat.templates import resolve_chat, resolve_last_turn
-from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import ModelError
@@ -211,7 +210,7 @@ class OpenPolicy:
     def _critic(self) -> nn.Linear | None:
         if not self.ref.path:
             return None
-        return checkpoint_cache.read(self.ref.path, self.ref.sha256, "start", partial(_read_critic, self.policy))
+        return checkpoints.read(self.ref.path, self.ref.sha256, "start", partial(_read_critic, self.policy))
 
 
 def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int = 0, **limits: Any) -> OpenPolicy:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from agentrl.workflow.checkpoints.sealed_folder import broken_error
+from agentrl.workflow.checkpoints import broken_error
 from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.policy import Policy
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from agentrl.workflow import checkpoints
 from agentrl.workflow.algorithms import find_gradient, resolve_options
-from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.models import exported_files
@@ -273,14 +273,14 @@ class Trainer:
         """Write all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
-            save_file(optimizer_state(self._optimizer, self._parameters), folder / sealed_folder.OPTIMIZER)
+            save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)
             if self._critic is not None:
                 save_critic(self._critic, folder)
         state: dict[str, Any] = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
         state |= {"loss_scale": self._loss_scale.state} if self._loss_scale.is_used else {}
-        (folder / sealed_folder.STATE).write_text(json.dumps(state))
+        (folder / checkpoints.STATE).write_text(json.dumps(state))
         self._plain = self._plain or exported_files.make_files(self._policy, folder)
-        sealed_folder.link_shared(folder, self._plain)
+        checkpoints.link_shared(folder, self._plain)
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
@@ -293,8 +293,8 @@ class Trainer:
             self._policy.load_weights(None)
             self._start_fresh()
             return
-        sealed_folder.verify(folder, without=(sealed_folder.OPTIMIZER,) if fresh else (), shared=False)
-        self._policy.load_weights(sealed_folder.weights_of(folder))
+        checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
+        self._policy.load_weights(checkpoints.weights_of(folder))
         self._start_fresh()
         if fresh:
             return
@@ -307,21 +307,21 @@ class Trainer:
 
         What it has nothing for is fresh: a critic, moments.
         """
-        there = [name for name in (FILE, sealed_folder.OPTIMIZER) if (folder / name).is_file()]
-        sealed_folder.verify(folder, without={sealed_folder.OPTIMIZER}.difference(there), shared=False)
-        self._policy.load_weights(sealed_folder.weights_of(folder))
+        there = [name for name in (FILE, checkpoints.OPTIMIZER) if (folder / name).is_file()]
+        checkpoints.verify(folder, without={checkpoints.OPTIMIZER}.difference(there), shared=False)
+        self._policy.load_weights(checkpoints.weights_of(folder))
         self._start_fresh()
         if self._critic is not None and FILE in there:
             load_critic(self._critic, folder)
         self._load_optimizer(folder, partly=True)
 
     def _load_optimizer(self, folder: Path, partly: bool = False) -> None:
-        file = folder / sealed_folder.OPTIMIZER
+        file = folder / checkpoints.OPTIMIZER
         try:
             found = load_file(file) if file.is_file() or not partly else {}
             known = {name: tensor for name, tensor in found.items() if name.rpartition(":")[0] in self._parameters}
             set_optimizer_state(self._optimizer, self._parameters, known if partly else found)
-            state = json.loads((folder / sealed_folder.STATE).read_text())
+            state = json.loads((folder / checkpoints.STATE).read_text())
             self.iteration = int(state["iteration"])
             self.updates = int(state["updates"])
             if self._options.kl_target is not None:  # else it is the config's
@@ -329,7 +329,7 @@ class Trainer:
             if self._loss_scale.is_used and "loss_scale" in state:
                 self._loss_scale.state = state["loss_scale"]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise sealed_folder.broken_error(folder, f"the optimizer's state cannot be read: {error}") from error
+            raise checkpoints.broken_error(folder, f"the optimizer's state cannot be read: {error}") from error
 
     def _start_fresh(self) -> None:
         self._critic = make_critic(self._policy) if self._algorithm.critic else None
