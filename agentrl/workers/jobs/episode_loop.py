@@ -166,9 +166,6 @@ class GroupRollout:
         assert event.completion is not None
         completion = event.completion.result()
         message = self.chat.parse(completion.token_ids, self.schemas)
-        index = len(self.recorder.episodes[event.episode].steps)
-        self._turns.pop(event.episode, None)
-        step = self._drafts.pop(event.episode).step(index, completion, message, self.work.policy.version)
         calls = tuple(
             CallRecord(
                 call,
@@ -177,6 +174,9 @@ class GroupRollout:
             )
             for number, call in enumerate(message.tool_calls)
         )
+        index = len(self.recorder.episodes[event.episode].steps)
+        self._turns.pop(event.episode, None)
+        step = self._drafts.pop(event.episode).step(index, completion, message, self.work.policy.version)
         return StepRecord(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
 
     def _resume_calls(self, episode: Episode, step: Step) -> None:

@@ -139,7 +139,7 @@ def _finish_without_update(work: IterationWork) -> PublishedUpdate:
 
 
 def _train_iteration(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
-    config = experiment.config
+    config, path = experiment.config, _checkpoint_path(work)
     refuse_overlap(config)
     with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
@@ -154,9 +154,18 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
         faultpoint("update.after")
         if fenced.is_set():
             raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over by another worker.")
-        path = _checkpoint_path(work)
         sha256 = "" if update.skipped else checkpoints.write(path, trainer.save)
-        record = _update_record(work, update, trainer, "" if update.skipped else path, sha256, started)
+        record = UpdateRecord(
+            metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
+            advantages=update.advantages,
+            dropped=update.dropped,
+            path="" if update.skipped else path,
+            sha256=sha256,
+            skipped=update.skipped or "",
+            bad=update.bad,
+            seconds=time.perf_counter() - started,
+            costs=update.costs,
+        )
         try:
             published = train_commits.commit_update(database(), work, record, config.update.max_bad_updates)
         except Fenced:
@@ -240,13 +249,13 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
     """Loads the trainer at exactly the state that this update starts from."""
-    wanted = (work.run_id, work.policy.path)
+    path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
+    wanted = (work.run_id, path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
         trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, count_parameters(module))
-        path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
         if path:
             checkpoints.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
         else:
@@ -266,22 +275,6 @@ def _discard_checkpoint(path: str) -> None:
         checkpoints.remove(path)
 
 
-def _update_record(
-    work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float
-) -> UpdateRecord:
-    return UpdateRecord(
-        metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
-        advantages=update.advantages,
-        dropped=update.dropped,
-        path=path,
-        sha256=sha256,
-        skipped=update.skipped or "",
-        bad=update.bad,
-        seconds=time.perf_counter() - started,
-        costs=update.costs,
-    )
-
-
 def _mean_reward(work: IterationWork) -> float:
     rewards = [e.reward for group in work.groups for e in group.episodes if e.reward is not None]
     return sum(rewards) / len(rewards) if rewards else 0.0
@@ -289,7 +282,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
     """The path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
-    return f"{work.output_dir.rstrip('/')}/v{work.number + 1:05d}.{mark}{work.token}.{work.key}"
+    return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 
 def _send_next(work: IterationWork, published: PublishedUpdate) -> None:

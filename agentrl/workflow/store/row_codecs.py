@@ -197,14 +197,13 @@ def message_row(message: Message) -> dict[str, Any]:
     if message.thought:
         row["thought"] = storable(message.thought)
     if message.tool_calls:
-        row["tool_calls"] = [_made_call_row(call) for call in message.tool_calls]
+        row["tool_calls"] = [
+            {"name": storable(call.name), "arguments": clean_tree(call.arguments)}
+            | ({"loose": True} if call.loose else {})
+            | ({} if call.error is None else {"error": storable(call.error)})
+            for call in message.tool_calls
+        ]
     return row | {"name": message.name} if message.name else row
-
-
-def _made_call_row(call: ToolCall) -> dict[str, Any]:
-    row = {"name": storable(call.name), "arguments": clean_tree(call.arguments)}
-    row |= {"loose": True} if call.loose else {}
-    return row if call.error is None else row | {"error": storable(call.error)}
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:

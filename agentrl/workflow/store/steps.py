@@ -84,8 +84,7 @@ def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisod
     Args:
         options: the row of what their requests brought.
     """
-    rows = [(record, held.run, held.attempts[record.episode]) for record in records]
-    _NEW_STEP.run(tx, *(step_row(*row, options) for row in rows))
+    _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
     _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
     _COUNT_STEP.run(tx, *(_step_counts(record) for record in records))
     calls = [

@@ -25,8 +25,7 @@ from torch import nn
 
 from agentrl.workflow import checkpoints
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
-from agentrl.workflow.training.loss_scale import LossScale
-from agentrl.workflow.training.optimizer import optimizer_state, set_optimizer_state
+from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."

@@ -29,13 +29,20 @@ from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
-from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
-from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state, take_step
+from agentrl.workflow.training.optimizer import (
+    BETAS,
+    LossScale,
+    learning_rate_share,
+    make_optimizer,
+    next_kl_coef,
+    optimizer_state,
+    set_optimizer_state,
+    take_step,
+)
 from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate, UpdatePreparation
-from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up, combine_metrics
+from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
-from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
 from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
@@ -56,6 +63,19 @@ def require_finite(loss: float, norm: float) -> None:
     """Raise NotFinite where the loss or the gradient's norm is no finite number."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
+
+
+def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
+    """Return the steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a
+    pass.
+    """
+    tokens = sum(step["tokens"] for step in steps)
+    combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
+    return combined | {
+        "sampler_difference_max": max(step["sampler_difference_max"] for step in steps),
+        "tokens": tokens,
+        "rows": sum(step["rows"] for step in steps),
+    }
 
 
 def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
@@ -116,7 +136,7 @@ class Trainer:
         self.iteration = iteration
         self.updates += 1
         steps = [{**step, **prepared.beside} for step in steps]
-        metrics = {**combine_metrics(steps), **prepared.whole}
+        metrics = {**_combine_metrics(steps), **prepared.whole}
         self.kl_coef = next_kl_coef(self.kl_coef, metrics.get("kl", 0.0), len(prepared.tokens.episodes), self._options)
         seconds = time.perf_counter() - started
         return Update(
@@ -270,7 +290,7 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
+        """Write all that the next update reads, and the files of a model; the writer for `checkpoints.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)
@@ -289,14 +309,11 @@ class Trainer:
         Raises:
             CheckpointError: a file is missing, altered or of another model.
         """
-        if folder is None:
-            self._policy.load_weights(None)
-            self._start_fresh()
-            return
-        checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
-        self._policy.load_weights(checkpoints.weights_of(folder))
+        if folder is not None:
+            checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
+        self._policy.load_weights(None if folder is None else checkpoints.weights_of(folder))
         self._start_fresh()
-        if fresh:
+        if folder is None or fresh:
             return
         if self._critic is not None:
             load_critic(self._critic, folder)
