@@ -24,11 +24,10 @@ from weakref import finalize
 
 from agentrl.api.options import keys_of
 from agentrl.workers.stack.process import base_hashes
-from agentrl.workflow import emitters, trainers
+from agentrl.workflow import checkpoints, emitters, trainers
 from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.algorithms import resolve_run
 from agentrl.workflow.annotations import Annotation
-from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets.jsonl import read_rows
 from agentrl.workflow.envs import Env, score_episode
@@ -167,7 +166,7 @@ class GRPOTrainer:
         finalize(policy, shutil.rmtree, self._folder, ignore_errors=True)  # which samples from what lies there
         start = policy.ref
         if start.path:
-            checkpoint_cache.read(start.path, start.sha256, "start", partial(self._trainer.load, fresh=True))
+            checkpoints.read(start.path, start.sha256, "start", partial(self._trainer.load, fresh=True))
         else:
             self._trainer.load(None)
         self._updates = 0
@@ -192,7 +191,7 @@ class GRPOTrainer:
             return told | {"skipped": done.skipped}
         self._updates += 1
         before, path = self._policy.ref, str(self._folder / f"v{self._updates}")
-        sha256 = checkpoint_cache.write(path, self._trainer.save)
+        sha256 = checkpoints.write(path, self._trainer.save)
         self._policy.ref = PolicyRef(before.base, before.base_hash, path, sha256, before.version + 1)
         return told
 

@@ -89,7 +89,7 @@ def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, A
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
     """Whether the model was merged from exactly these weights."""
-    from agentrl.workflow.checkpoints.sealed_folder import RECORD
+    from agentrl.workflow.checkpoints import RECORD
 
     try:
         record = json.loads((target / RECORD).read_text())

@@ -197,10 +197,10 @@ def _workers(coming: str) -> Iterator[Check]:
 
 
 def _checkpoints(where: Any) -> Check:
-    from agentrl.workflow.checkpoints import object_store
+    from agentrl.workflow import checkpoints
 
     try:
-        object_store.check_place(where.checkpoint_root)
+        checkpoints.check_place(where.checkpoint_root)
     except AgentRLError as error:
         return Check("store", "fail", error.message, error.hint)
     return Check("store", "ok", where.checkpoint_root)

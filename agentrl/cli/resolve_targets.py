@@ -255,8 +255,8 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
     import os
     from pathlib import Path
 
+    from agentrl.workflow.checkpoints import MANIFEST, MAX_NAME, STATE
     from agentrl.workflow.checkpoints.epoch_links import epoch_number
-    from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, MAX_NAME, STATE
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.settings import is_url, settings
     from agentrl.workflow.store import epoch_ends, run_names

@@ -144,9 +144,9 @@ def _check_tokens(origin: "Origin", experiment: "Experiment") -> "TokensReport":
     policy = open_run_base(experiment.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in experiment.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    marks = agent_steps.load_marks(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, ())
-    requests = {mark.step: (mark.tools, mark.template_options) for mark in marks}
-    rollout, options_by_step = experiment.config.rollout, {mark.step: mark.asked for mark in marks}
+    stored = agent_steps.load_requests(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, {})
+    requests = {step: (request.tools, request.template_options) for step, request in stored.items()}
+    rollout, options_by_step = experiment.config.rollout, {step: request.asked for step, request in stored.items()}
     is_clients = experiment.config.agent is not None and experiment.config.agent.name == CLIENTS
 
     def sampling(number: int) -> "tuple[RolloutConfig, SamplingKey]":

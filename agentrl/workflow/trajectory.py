@@ -194,6 +194,60 @@ class Step:
         return bool(self.message.tool_calls) and self.results is None
 
 
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A call of a step as its row is written: `result` is there already if the call could not even be sent."""
+
+    call: ToolCall
+    effects: str
+    result: ToolResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """The request of an agent that a step answers.
+
+    Args:
+        id: names the request, and the answer among those to the same request.
+        body_hash: sha256 of its body.
+        asked: the sampling that the client asked for, and when.
+        tools: the tools that the request brought, as schemas.
+        template_options: the options for the chat template that it brought.
+    """
+
+    id: str
+    body_hash: str
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step as its rows are written: besides the step, what those need who query the rows, and no reward or update.
+
+    Args:
+        episode, policy_id: the numbers of the rows of its episode and of the policy that sampled it; 0 before these are there.
+        text: what was sampled, readable.
+        calls: the calls of the step, in order.
+        request: the agent's request that it answers; None for the built-in loop. The commit of an answer numbers its step and
+            finds its chain.
+        shared_messages: so many of the first messages of its prompt are those of its parent's line.
+        beside: the id of the request whose step takes the place of its parent, where that is committed with it.
+        shown: (step, call) -> the result of an earlier call, as the request shows it.
+    """
+
+    episode: int
+    step: Step
+    policy_id: int
+    text: str
+    calls: tuple[CallRecord, ...]
+    request: StepRequest | None = None
+    shared_messages: int = 0
+    beside: str = ""
+    shown: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
     """Return the messages of the step at that index and of the steps that it continues, oldest first; empty for ROOT.
 

@@ -16,8 +16,7 @@ from typing import Any
 from agentrl.workflow.store import steps, tool_calls
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
-from agentrl.workflow.store.steps import CallRecord, SampledStep
-from agentrl.workflow.trajectory import Message, Step, ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, Message, Step, StepRecord, ToolCall, ToolResult
 
 TOKENS = 220
 STEPS = 50
@@ -58,7 +57,7 @@ def through_store(database: Database, with_call: bool) -> Write:
 
     def write(target: Target) -> None:
         step = replace(STEP, index=next(target.numbers))
-        ids = steps.commit_sampled(database, target.fence, [SampledStep(target.episode, step, target.policy_id, TEXT, made)])
+        ids = steps.commit_sampled(database, target.fence, [StepRecord(target.episode, step, target.policy_id, TEXT, made)])
         if with_call:
             tool_calls.record_result(database, ids[0][0], RESULT, datetime.now(UTC), "host:1")
             steps.commit_observed(database, target.fence, [(target.episode, replace(step, results=(RESULT,)))])

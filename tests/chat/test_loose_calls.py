@@ -13,9 +13,9 @@ from agentrl.workflow.store import rollout_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.row_codecs import message_row, message_value
-from agentrl.workflow.store.steps import CallRecord, SampledStep, commit_sampled
+from agentrl.workflow.store.steps import commit_sampled
 from agentrl.workflow.tool_formats import ToolFormat
-from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall
+from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, StepRecord, Task, ToolCall
 from tests.chat.test_rendering import SCHEMA
 from tests.support.played_runs import EXPIRED, claim, start, submission, value
 from tests.support.small_models import tokenizer
@@ -87,7 +87,7 @@ def test_store_records_that_a_call_was_loose(database: Database) -> None:
     step = Step(0, (), (1,), (2,), (-0.1,), "stop", message, 0)
     calls = tuple(CallRecord(call, "none", None) for call in message.tool_calls)
     episode = work.episodes[0].id
-    commit_sampled(database, work.fence, [SampledStep(episode, step, work.policy_id, BARE, calls)])
+    commit_sampled(database, work.fence, [StepRecord(episode, step, work.policy_id, BARE, calls)])
     assert value(database, "SELECT count(*) FROM v_tool_calls WHERE loose") == 1
     again = rollout_claims.claim_group(database, work.fence.group, "host:2/other", EXPIRED)
     assert again

@@ -18,7 +18,8 @@ from agentrl.cli import maintenance
 from agentrl.cli.main import main
 from agentrl.workers.jobs.train import _remove_leftovers
 from agentrl.workers.stack.process import database as process_database
-from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import object_store, sealed_folder
 from agentrl.workflow.errors import CheckpointError, NotFoundError, ServiceError
 from agentrl.workflow.store import planning, retention, run_names, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
@@ -53,7 +54,7 @@ def folder_of(work: IterationWork) -> Path:
 def train(db: Database, work: IterationWork) -> Path:
     """The update of a claimed iteration, with files that are as big as they say."""
     path = path_of(work)
-    train_commits.commit_update(db, work, update_of(work, path=path, sha256=checkpoint_cache.write(path, fill)), 3)
+    train_commits.commit_update(db, work, update_of(work, path=path, sha256=checkpoints.write(path, fill)), 3)
     return Path(path)
 
 
@@ -208,10 +209,10 @@ def test_behind_a_url_the_same_goes_and_the_same_stays(home: Path, sqlite: Datab
     url = "memory://agentrl-gc/out"
     made = [folder.name for folder in make_run(sqlite, url, iterations=4, trained=4)]
     assert gc(sqlite)["optimizers"] == 2 * OPTIMIZER
-    assert {name for name, files in checkpoint_cache.sizes(url).items() if sealed_folder.OPTIMIZER in files} == set(made[2:])
+    assert {name for name, files in object_store.sizes(url).items() if sealed_folder.OPTIMIZER in files} == set(made[2:])
     said = gc(sqlite, keep_last=1, dry_run=True)
     assert gc(sqlite, keep_last=1) == said
-    assert set(checkpoint_cache.sizes(url)) == {made[-1]}
+    assert set(object_store.sizes(url)) == {made[-1]}
 
 
 def test_a_run_that_is_not_there_is_named(sqlite: Database) -> None:

@@ -12,7 +12,8 @@ from sqlalchemy import text
 from agentrl.cli import resolve_targets
 from agentrl.cli.main import main
 from agentrl.workers.jobs import train as train_job
-from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.checkpoints.epoch_links import EpochEnds, link_epochs
 from agentrl.workflow.errors import CheckpointError, ConfigError, NotFoundError
 from agentrl.workflow.settings import settings
@@ -47,9 +48,7 @@ def go_on(db: Database, versions: int, links: bool = True) -> list[Path]:
             play(db, group)
         work = claim_training(db, iteration)
         folder = Path(work.output_dir) / f"v{work.number + 1:05d}.t{work.token}.{work.key}"
-        train_commits.commit_update(
-            db, work, update_of(work, path=str(folder), sha256=checkpoint_cache.write(str(folder), fill)), 3
-        )
+        train_commits.commit_update(db, work, update_of(work, path=str(folder), sha256=checkpoints.write(str(folder), fill)), 3)
         if links:
             train_job._link_epoch(work, work.number + 1)
         made.append(folder)

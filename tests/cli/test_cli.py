@@ -51,9 +51,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.train_commits import UpdateRecord
-from agentrl.workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, Message, PolicyRef, Step, StepRecord, Task, ToolCall, ToolResult
 from tests.conftest import forget_process, missing
 from tests.support.forked_stack import ForkedStack
 from tests.support.forked_stack import stack as stack
@@ -112,7 +111,7 @@ def _play(data: Database, work: GroupWork, episode: int, reward: float) -> None:
     opening = (Message("user", f"What is it? {EVIL}"),)
     first = Step(0, opening, (1, 2, 3), (7, 8, 9), (-0.5, -2.25, -0.25), "stop", asked, 0, 0.5)
     ((call_id,),) = steps.commit_sampled(
-        data, work.fence, [SampledStep(episode, first, work.policy_id, "text", (CallRecord(call, "none", None),))]
+        data, work.fence, [StepRecord(episode, first, work.policy_id, "text", (CallRecord(call, "none", None),))]
     )
     result = ToolResult(f"4 {EVIL}", seconds=0.003)
     tool_calls.record_result(data, call_id, result, datetime.now(UTC), "tools:1")
@@ -120,7 +119,7 @@ def _play(data: Database, work: GroupWork, episode: int, reward: float) -> None:
     steps.commit_observed(data, work.fence, [(episode, done)])
     said = Message("assistant", f"The answer is 4. {EVIL}")
     second = Step(1, (Message("tool", result.content, name="calculator"),), (4,), (5, 6), (-1.0, -1.0), "stop", said, 0, 0.25)
-    steps.commit_sampled(data, work.fence, [SampledStep(episode, second, work.policy_id, "text", ())])
+    steps.commit_sampled(data, work.fence, [StepRecord(episode, second, work.policy_id, "text", ())])
     outcome = Outcome(episode, "done", "answered", reward, {"numeric_answer": reward}, f"4 {EVIL}")
     rollout_claims.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
 
@@ -551,7 +550,7 @@ def _fails_after_its_answer(data: Database, error: str) -> str:
     assert work is not None
     episode = work.episodes[0].id
     said = Step(0, (Message("user", "?"),), (1,), (2,), (-1.0,), "stop", Message("assistant", "The answer is 4."), 0, 0.5)
-    steps.commit_sampled(data, work.fence, [SampledStep(episode, said, work.policy_id, "text", ())])
+    steps.commit_sampled(data, work.fence, [StepRecord(episode, said, work.policy_id, "text", ())])
     outcome = Outcome(episode, "failed", error_class="RewardError", error=error)
     rollout_claims.finish_episodes(data, work.fence, [outcome], work.reward_set, work.weights)
     return str(episode)

@@ -63,7 +63,7 @@ def turn_of_ids(chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any =
 
 
 def answering(ask: Ask, chat: Chat, ids: Sequence[int], finish: Any = "stop", top: Any = ()) -> ResponseTurn:
-    return ResponseTurn(parse_turn(chat, ask, PROMPT, ids), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1), top)
+    return ResponseTurn(parse_turn(chat, ask, PROMPT, ids), Completion(tuple(ids), (-0.5,) * len(ids), finish, 0.1, top))
 
 
 def answered(ask: Ask, turns: Sequence[ResponseTurn], chat: Chat) -> ChatCompletion:

@@ -46,7 +46,7 @@ class Server(httpx.MockTransport):
         ids = tuple(chat.tokenizer.encode(text, add_special_tokens=False))
         top = tuple(((token, -0.5), (9, -0.7)) for token in ids)
         self.turn = ResponseTurn(
-            chat.parse(ids, [ADD], False, offered_only=True), Completion(ids, (-0.5,) * len(ids), finish, 0.1), top
+            chat.parse(ids, [ADD], False, offered_only=True), Completion(ids, (-0.5,) * len(ids), finish, 0.1, top)
         )
         self._chat = chat
 

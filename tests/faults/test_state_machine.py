@@ -39,12 +39,11 @@ from agentrl.workflow.store import (
 )
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
 from agentrl.workflow.store.train_claims import IterationWork, MoreGroupsPlanned
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.columns import now_ms
-from agentrl.workflow.trajectory import TERMINAL, Episode
+from agentrl.workflow.trajectory import TERMINAL, CallRecord, Episode, StepRecord
 from bench.faults.invariants import GIVE_UP, check_complete, check_promises, dump
 from tests.support.played_runs import CALL, answered, step, submission, update_of, value
 
@@ -179,7 +178,7 @@ class World(RuleBasedStateMachine):
 
     def sample(self, roller: Roller, episode: Episode, made: tuple[CallRecord, ...], send: bool, twice: bool) -> None:
         turn = replace(step(len(episode.steps), made), sampled_ids=(next(self.number), 4))
-        record = SampledStep(episode.id, turn, roller.work.policy_id, "42", made)
+        record = StepRecord(episode.id, turn, roller.work.policy_id, "42", made)
         (ids,) = steps.commit_sampled(self.db, roller.work.fence, [record])
         if twice:
             assert steps.commit_sampled(self.db, roller.work.fence, [record]) == [ids]

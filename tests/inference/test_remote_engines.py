@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cli import doctor
 from agentrl.workflow import engines
-from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow.checkpoints import object_store, sealed_folder
 from agentrl.workflow.checkpoints.sealed_folder import ADAPTER
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import Backend, Completion, GenerateRequest
@@ -231,7 +231,7 @@ def test_an_adapter_that_cannot_be_unloaded_costs_no_turn_and_is_unloaded_after_
 
 def test_as_many_adapters_stay_with_the_server_as_overlapping_iterations_can_want() -> None:
     with pytest.raises(ConfigError, match="max_staleness"):
-        build({"rollout.max_staleness": min(openai_engine.KEEP, checkpoint_cache.KEEP) - 1})
+        build({"rollout.max_staleness": min(openai_engine.KEEP, object_store.KEEP) - 1})
 
 
 def test_a_process_whose_sampler_is_a_server_never_reads_the_weights(

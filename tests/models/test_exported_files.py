@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.workflow.checkpoints import checkpoint_cache, checkpoint_gc, sealed_folder
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import checkpoint_gc, object_store, sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import BrokenCheckpoint
 from agentrl.workflow.models.policy import Policy
@@ -60,7 +61,7 @@ def test_other_programs_load_from_a_checkpoint_what_agentrl_loads(tmp_path: Path
     trainer, policy = trainer_of(base, kind)
     disturb(policy)
     folder = tmp_path / "v1"
-    sha256 = checkpoint_cache.write(str(folder), trainer.save)
+    sha256 = checkpoints.write(str(folder), trainer.save)
     _, again = trainer_of(base, kind)
     again.publish(PolicyRef(str(base), again.base_hash, str(folder), sha256, 1))
     with again.sampling() as model:
@@ -161,11 +162,11 @@ def test_a_checkpoint_of_before_is_still_sampled_and_trained_on(
     trainer, policy = trainer_of(base, kind)
     disturb(policy)
     path = f"{place}/{kind[:4]}-v1" if place != "folder" else str(tmp_path / "v1")
-    sha256 = checkpoint_cache.write(path, older(trainer, policy))
-    assert checkpoint_cache.checkpoint_error(path, sha256, "all") == ""
+    sha256 = checkpoints.write(path, older(trainer, policy))
+    assert checkpoints.find_fault(path, sha256, "all") == ""
     learned = {name: tensor.detach().clone() for name, tensor in policy.trainable().items()}
     trainer.load(None)
-    checkpoint_cache.read(path, sha256, "all", trainer.load)
+    checkpoints.read(path, sha256, "all", trainer.load)
     assert all(tensor.equal(learned[name]) for name, tensor in policy.trainable().items())
     assert policy.publish(PolicyRef(str(base), policy.base_hash, path, sha256, 1))
 
@@ -175,15 +176,15 @@ def test_behind_a_url_a_checkpoint_is_a_model_too_and_hosts_fetch_only_what_they
 ) -> None:
     trainer, _ = trainer_of(base, "lora")
     path = "memory://agentrl-plain/other/v1"
-    sha256 = checkpoint_cache.write(path, trainer.save)
-    there = checkpoint_cache.sizes("memory://agentrl-plain/other")["v1"]
+    sha256 = checkpoints.write(path, trainer.save)
+    there = object_store.sizes("memory://agentrl-plain/other")["v1"]
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= there.keys()
-    copy = checkpoint_cache.copy_of(path)
+    copy = object_store.copy_of(path)
     for file in copy.iterdir():
         file.unlink()
     copy.rmdir()
-    checkpoint_cache._verified_copies.clear()
-    checkpoint_cache.local_part(path, sha256, "all")
+    object_store._verified_copies.clear()
+    checkpoints.local_part(path, sha256, "all")
     assert {file.name for file in copy.iterdir()} == {
         *("adapter_model.safetensors", sealed_folder.OPTIMIZER, sealed_folder.STATE, sealed_folder.MANIFEST)
     }

@@ -21,8 +21,8 @@ from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.store.reads.ledger import FATES
 from agentrl.workflow.token_chains import as_read, reasons_not_to_train
 from agentrl.workflow.training.advantages import Credit as Credits
-from agentrl.workflow.training.reports import episode_advantages
-from agentrl.workflow.training.token_layout import TokenLayout
+from agentrl.workflow.training.prepared_update import episode_advantages
+from agentrl.workflow.training.training_rows import TokenLayout
 from agentrl.workflow.trajectory import ROOT, Episode, Group, Task
 from tests.support.told_turns import turn
 

@@ -16,9 +16,8 @@ from agentrl.workflow.store import planning, rollout_claims, steps, train_commit
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.token_chains import INHERITED, UNREAD
-from agentrl.workflow.trajectory import Message, ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, Message, ToolCall, ToolResult
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import (
     CALL,

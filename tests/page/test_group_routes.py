@@ -15,8 +15,7 @@ from agentrl.workflow.analysis.alignment import Alignment, align
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.row_codecs import pack
-from agentrl.workflow.store.steps import CallRecord
-from agentrl.workflow.trajectory import Message, Step, ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, Message, Step, ToolCall, ToolResult
 from bench.performance import synthetic
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import altered, claim, claim_training, finish, play, start, submission, update_of

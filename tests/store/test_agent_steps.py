@@ -10,12 +10,21 @@ from sqlalchemy import text
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.store import agent_holds, agent_steps, rollout_claims, tool_calls, vacuum
-from agentrl.workflow.store.agent_steps import CONTINUED, CallStep
+from agentrl.workflow.store.agent_steps import CONTINUED
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
-from agentrl.workflow.trajectory import ROOT, Message, Step, ToolCall, ToolResult, messages_of
+from agentrl.workflow.trajectory import (
+    ROOT,
+    CallRecord,
+    Message,
+    Step,
+    StepRecord,
+    StepRequest,
+    ToolCall,
+    ToolResult,
+    messages_of,
+)
 from tests.support.played_runs import EXPIRED, claim, start, submission, value, values
 
 ASKED = (Message("system", "be brief"), Message("user", "How much is 6*7?"))
@@ -30,9 +39,17 @@ def turn(prompt: Sequence[Message] = ASKED, calls: tuple[CallRecord, ...] = (), 
     return replace(made, **changes)
 
 
-def answer(work: GroupWork, request: str, step: Step, calls: tuple[CallRecord, ...] = (), **more: Any) -> CallStep:
-    """The answer to that request in the work's first episode."""
-    return CallStep(SampledStep(work.episodes[0].id, step, work.policy_id, "42", calls), request, "hash of " + request, **more)
+def answer(
+    work: GroupWork,
+    request: str,
+    step: Step,
+    calls: tuple[CallRecord, ...] = (),
+    brought: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> StepRecord:
+    """The answer to that request, with what it brought, in the work's first episode."""
+    asked = StepRequest(request, "hash of " + request, **(brought or {}))
+    return StepRecord(work.episodes[0].id, step, work.policy_id, "42", calls, asked, **more)
 
 
 def begun(db: Database) -> GroupWork:
@@ -50,7 +67,7 @@ def reclaimed(db: Database, work: GroupWork) -> tuple[Step, ...]:
     return claim(db, work.fence.group, lease=EXPIRED).episodes[0].steps
 
 
-def commit(db: Database, work: GroupWork, *records: CallStep) -> list[Step]:
+def commit(db: Database, work: GroupWork, *records: StepRecord) -> list[Step]:
     return agent_steps.commit_calls(db, work.fence, records)
 
 
@@ -66,7 +83,7 @@ def test_a_call_that_is_committed_again_is_the_step_that_it_was(database: Databa
     work = begun(database)
     one = answer(work, "a", turn(calls=(MADE,)), (MADE,))
     (first,) = commit(database, work, one)
-    other = replace(one, sampled=replace(one.sampled, step=turn(sampled_ids=(9,), behavior_logprobs=(-9.0,))))
+    other = replace(one, step=turn(sampled_ids=(9,), behavior_logprobs=(-9.0,)))
     again, fresh = commit(database, work, other, answer(work, "b", turn()))
     assert (again.index, again.chain, again.parent) == (first.index, first.chain, first.parent)
     assert (fresh.index, fresh.chain) == (1, 1)
@@ -151,14 +168,13 @@ def test_calls_of_a_group_that_the_system_fails_end_unobserved(database: Databas
 def test_the_tools_and_template_options_of_requests_are_stored_once_with_their_keys_in_order(database: Database) -> None:
     work = begun(database)
     brought: Mapping[str, Any] = {"tools": TOOLS, "template_options": {"enable_thinking": False}, "asked": {"temperature": 0.5}}
-    commit(database, work, *(answer(work, f"r{n}", turn(), **brought) for n in range(3)), answer(work, "bare", turn()))
+    commit(database, work, *(answer(work, f"r{n}", turn(), brought=brought) for n in range(3)), answer(work, "bare", turn()))
     assert value(database, "SELECT count(*) FROM request_options") == 1
-    marks = agent_steps.load_marks(database, [work.episodes[0].id])[work.episodes[0].id]
-    assert [mark.step for mark in marks] == [0, 1, 2, 3]
-    assert (marks[0].request_id, marks[0].request_hash, marks[0].asked) == ("r0", "hash of r0", {"temperature": 0.5})
-    assert (marks[0].tools, marks[0].template_options) == (TOOLS, {"enable_thinking": False})
-    assert list(marks[0].tools[0]["function"]["parameters"]) == ["b", "a"]
-    assert (marks[3].tools, marks[3].template_options, marks[3].asked) == ((), {}, {})
+    requests = agent_steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id]
+    assert list(requests) == [0, 1, 2, 3]
+    assert requests[0] == StepRequest("r0", "hash of r0", **brought)
+    assert list(requests[0].tools[0]["function"]["parameters"]) == ["b", "a"]
+    assert requests[3] == StepRequest("bare", "hash of bare")
 
 
 def test_whether_a_step_was_delivered_can_be_said_later(database: Database) -> None:
@@ -179,9 +195,9 @@ def test_who_no_longer_holds_the_group_commits_no_call(database: Database) -> No
 
 def test_a_vacuum_keeps_what_agents_brought(database: Database) -> None:
     work = begun(database)
-    (step,) = commit(database, work, answer(work, "a", turn(), tools=TOOLS))
+    (step,) = commit(database, work, answer(work, "a", turn(), brought={"tools": TOOLS}))
     agent_holds.open_attempts(database, work.fence, [work.episodes[0].id])
     vacuum.vacuum(database)
     assert stored(database, work) == (step,)
-    assert agent_steps.load_marks(database, [work.episodes[0].id])[work.episodes[0].id][0].tools == TOOLS
+    assert agent_steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id][0].tools == TOOLS
     assert values(database, "SELECT status FROM agent_attempts") == ["pending"]

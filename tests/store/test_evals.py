@@ -20,7 +20,8 @@ from agentrl.cli.resolve_targets import find_policy
 from agentrl.workers.requests.eval_config import eval_config, sampling_differences
 from agentrl.workers.requests.submit import prepare
 from agentrl.workers.stack.process import database as process_database
-from agentrl.workflow.checkpoints import checkpoint_cache, sealed_folder
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import ConfigError, DatasetError, Fenced, NotFoundError
@@ -361,7 +362,7 @@ def train_for_real(db: Database) -> Path:
     run = find_run(db, "first")
     version = len(values(db, "SELECT id FROM policies WHERE run_id = 1"))
     path = f"{run['output_dir']}/v{version:05d}.t1.{run['manifest']['id'][:8]}"
-    train(db, path=path, sha256=checkpoint_cache.write(path, fill))
+    train(db, path=path, sha256=checkpoints.write(path, fill))
     return Path(path)
 
 
@@ -391,7 +392,7 @@ def test_a_policy_is_named_by_its_checkpoints_folder(here: Database, tmp_path: P
     config, policy = find_policy(str(made[0]))
     assert (config.name, policy.version, policy.path) == ("first", 1, str(made[0]))
     strange = tmp_path / "strange"
-    checkpoint_cache.write(str(strange), fill)
+    checkpoints.write(str(strange), fill)
     with pytest.raises(NotFoundError, match="is a checkpoint of a run that is not in this database"):
         find_policy(str(strange))
 

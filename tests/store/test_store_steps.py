@@ -13,9 +13,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.episode_loader import pack, unpack
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import Outcome
-from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
-from agentrl.workflow.trajectory import Message, Task, ToolCall, storable
+from agentrl.workflow.trajectory import CallRecord, Message, Task, ToolCall, storable
 from tests.support.played_runs import CALL, EXPIRED, answered, claim, fail, sampled, start, step, submission, task, values
 
 

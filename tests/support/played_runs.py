@@ -13,10 +13,9 @@ from agentrl.workflow.store import planning, rollout_claims, steps, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.rollout_claims import CompletedWork, GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord
-from agentrl.workflow.trajectory import Message, PolicyRef, Step, Task, ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, Message, PolicyRef, Step, StepRecord, Task, ToolCall, ToolResult
 
 LEASE = 60.0
 _workers = count(1)
@@ -87,11 +86,11 @@ def step(index: int = 0, calls: tuple[CallRecord, ...] = (), text: str = "42") -
     )
 
 
-def sampled(work: GroupWork, position: int = 0, index: int = 0, calls: tuple[CallRecord, ...] = ()) -> SampledStep:
+def sampled(work: GroupWork, position: int = 0, index: int = 0, calls: tuple[CallRecord, ...] = ()) -> StepRecord:
     """T1 of one step of the work's episode at that position."""
     episode = work.episodes[position].id
     assert episode is not None
-    return SampledStep(episode, step(index, calls), work.policy_id, "42", calls)
+    return StepRecord(episode, step(index, calls), work.policy_id, "42", calls)
 
 
 def answered(content: str = "42", error_class: str | None = None) -> ToolResult:

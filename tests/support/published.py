@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
@@ -48,7 +48,7 @@ def published(
         disturb(policy, seed=version)
         folder = out / f"v{work.number + 1:05d}.t{work.token}.{work.key}"
         train_commits.commit_update(
-            db, work, update_of(work, path=str(folder), sha256=checkpoint_cache.write(str(folder), trainer.save)), 3
+            db, work, update_of(work, path=str(folder), sha256=checkpoints.write(str(folder), trainer.save)), 3
         )
         made.append(folder)
     return made

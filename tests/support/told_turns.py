@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork
-from agentrl.workflow.store.steps import CallRecord, SampledStep
-from agentrl.workflow.trajectory import Message, Step
+from agentrl.workflow.trajectory import CallRecord, Message, Step, StepRecord
 from tests.support.played_runs import sampled
 
 FAST = 0.15
@@ -35,7 +34,7 @@ def commit(db: Database, work: GroupWork, made: Step, position: int = 0, calls: 
 def commit_each(db: Database, work: GroupWork, made: dict[int, Step], calls: tuple[CallRecord, ...] = ()) -> None:
     """A turn of each of these episodes of the work."""
     told = [
-        SampledStep(sampled(work, position).episode, each, work.policy_id, each.message.content, calls)
+        StepRecord(sampled(work, position).episode, each, work.policy_id, each.message.content, calls)
         for position, each in made.items()
     ]
     steps.commit_sampled(db, work.fence, told)

@@ -12,8 +12,8 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database, upgrade
-from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.tables import schema
+from agentrl.workflow.trajectory import CallRecord
 from tests.conftest import forget_process
 from tests.support.played_runs import CALL, claim, sampled, start, submission, values
 

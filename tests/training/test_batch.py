@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.workflow.training.token_layout import pad
-from agentrl.workflow.training.training_rows import Row, collate, microbatches, rows_of, size
+from agentrl.workflow.training.training_rows import Row, collate, microbatches, pad, rows_of, size
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 TASK = Task("train/1", (), "")

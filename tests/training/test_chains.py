@@ -14,8 +14,7 @@ from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.plugins import find
 from agentrl.workflow.token_chains import UNREAD, as_read, chains_of, context_of, reasons_not_to_train
 from agentrl.workflow.training.losses import Normaliser, TokenBatch, policy_loss
-from agentrl.workflow.training.token_layout import TokenLayout, pad
-from agentrl.workflow.training.training_rows import collate, rows_of
+from agentrl.workflow.training.training_rows import TokenLayout, collate, pad, rows_of
 from agentrl.workflow.trajectory import ROOT, Episode, Group, Message, Step, Task
 
 TASK = Task("train/1", (), "")

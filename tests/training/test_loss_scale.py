@@ -12,10 +12,10 @@ from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.training import loss_scale
-from agentrl.workflow.training.loss_scale import GROWTH_STEPS, INITIAL_FACTOR, LossScale
+from agentrl.workflow.training import optimizer
 from agentrl.workflow.training.offline_checkpoint import Resumable, read_progress
 from agentrl.workflow.training.offline_training import Recipe, make_learner, train
+from agentrl.workflow.training.optimizer import GROWTH_STEPS, INITIAL_FACTOR, LossScale
 from agentrl.workflow.training.supervised import likelihood_objective
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.training.training_rows import rows_of
@@ -84,7 +84,7 @@ def test_float16_gradient_is_float32_s_and_underflows_without_the_scale(
         ("scaled", "float16", INITIAL_FACTOR),
         ("unscaled", "float16", 1.0),
     ):
-        monkeypatch.setattr(loss_scale, "INITIAL_FACTOR", initial)
+        monkeypatch.setattr(optimizer, "INITIAL_FACTOR", initial)
         trainer = made(folder, dtype, update__max_grad_norm=1e9, algorithm__importance="none")
         assert trainer.update(groups, 0).skipped is None
         found[name] = gradient(trainer, tmp_path / name)
@@ -99,7 +99,7 @@ def test_gradient_that_overflows_is_computed_again_with_half_the_factor(
 ) -> None:
     groups, found = groups_of(), list[Tensor]()
     for initial in (2.0**40, INITIAL_FACTOR):
-        monkeypatch.setattr(loss_scale, "INITIAL_FACTOR", initial)
+        monkeypatch.setattr(optimizer, "INITIAL_FACTOR", initial)
         trainer = made(folder, "float16")
         update = trainer.update(groups, 0)
         assert update.skipped is None

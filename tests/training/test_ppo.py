@@ -13,12 +13,13 @@ from agentrl.workflow.algorithms import gradients, resolve_run
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import CheckpointError, ConfigError
-from agentrl.workflow.models.critic import FILE, explained_variance
+from agentrl.workflow.models.critic import FILE
 from agentrl.workflow.models.logprobs import token_scores
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
+from agentrl.workflow.training.optimizer import learning_rate_share, next_kl_coef
+from agentrl.workflow.training.prepared_update import explained_variance
 from agentrl.workflow.training.reports import Update
-from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Episode, Group, Step
 from tests.training.test_trainer import (

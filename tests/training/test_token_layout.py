@@ -9,8 +9,7 @@ import torch
 from agentrl.workflow.config import AlgorithmConfig
 from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.training.advantages import relative_to_group
-from agentrl.workflow.training.token_layout import TokenLayout, pad
-from agentrl.workflow.training.training_rows import Row, collate
+from agentrl.workflow.training.training_rows import Row, TokenLayout, collate, pad
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
 TASK = Task("train/1", (), "")

@@ -28,7 +28,8 @@ from agentrl.workflow.models.logprobs import token_logprobs
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import TokenBatch, clipped
-from agentrl.workflow.training.reports import Update, select_groups
+from agentrl.workflow.training.prepared_update import select_groups
+from agentrl.workflow.training.reports import Update
 from agentrl.workflow.training.trainer import NotFinite, Trainer
 from agentrl.workflow.trajectory import Episode, Group, Message, PolicyRef, Step, Task
 from tests.support.grpo_formula import grpo_credits

@@ -9,16 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import offline_data, steps, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.steps import SampledStep
 from agentrl.workflow.training.trainer import Trainer
-from agentrl.workflow.trajectory import PolicyRef
+from agentrl.workflow.trajectory import PolicyRef, StepRecord
 from tests.support.learned_episodes import logprobs_of, two_turns
 from tests.support.played_runs import claim, claim_training, finish, start, submission, update_of, values
 from tests.support.small_models import tiny_random
@@ -45,7 +44,7 @@ def played(db: Database, base: Path, name: str = "first", rewards: Sequence[Sequ
         for position, reward in enumerate(rewards[number]):
             turns = two_turns(0, seed=10 * number + position).steps
             for turn in turns:
-                steps.commit_sampled(db, work.fence, [SampledStep(work.episodes[position].id, turn, work.policy_id, "", ())])
+                steps.commit_sampled(db, work.fence, [StepRecord(work.episodes[position].id, turn, work.policy_id, "", ())])
             finish(db, work, position, reward)
 
 
@@ -249,7 +248,7 @@ def test_sft_starts_from_a_policy_of_a_run(
     with policy.training() as module, torch.no_grad():
         next(module.parameters()).add_(0.25)
     checkpoint = tmp_path / "v1"
-    sha256 = checkpoint_cache.write(str(checkpoint), Trainer(policy, config, 1).save)
+    sha256 = checkpoints.write(str(checkpoint), Trainer(policy, config, 1).save)
     train_commits.commit_update(own_database, work, update_of(work, path=str(checkpoint), sha256=sha256), 3)
 
     words = ["--dataset", "arithmetic", "--steps", "1", "--batch-size", "2", "--learning-rate", "1e-9"]

@@ -30,11 +30,10 @@ from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.reads import ledger
 from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import GroupWork
-from agentrl.workflow.store.steps import CallRecord
 from agentrl.workflow.store.tool_sessions import SessionKey
 from agentrl.workflow.tools.python import CodeTool, Notebook, python, sandbox
 from agentrl.workflow.tools.python_session import python_session
-from agentrl.workflow.trajectory import ToolCall, ToolResult
+from agentrl.workflow.trajectory import CallRecord, ToolCall, ToolResult
 from tests.conftest import forget_process, put_away
 from tests.support import sandbox_fixtures
 from tests.support.played_runs import claim, claim_training, fail, finish, sampled, start, submission, update_of, value, values

@@ -23,10 +23,9 @@ from agentrl.workflow.chat.text_length import TooLong
 from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.inference.agent_draft import AgentDraft, Lines, continuing, opening
-from agentrl.workflow.store.agent_steps import RequestMark
+from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, opening
 from agentrl.workflow.store.row_codecs import pack
-from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, messages_of
+from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, StepRequest, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
 """Why a request begins another chain."""
@@ -127,7 +126,7 @@ class AgentTurn:
     """
 
     call: AgentCall
-    draft: AgentDraft
+    draft: Draft
     draws: tuple[int, ...]
     session: int
     waiting: list[AgentCall] = field(default_factory=list)
@@ -196,11 +195,11 @@ class AgentTurn:
 
 @dataclass
 class Conversation:
-    """The requests of an episode: those in flight, the marks of the recorded answers, and which call got which answer last."""
+    """The requests of an episode: those in flight, those that its steps answered, and which call got which answer last."""
 
     attempt: int
     lines: Lines = field(default_factory=Lines)
-    marks: list[RequestMark] = field(default_factory=list)
+    requests: dict[int, StepRequest] = field(default_factory=dict)
     open: list[AgentTurn] = field(default_factory=list)
     is_ending: bool = False
     given: dict[str, AgentCall] = field(default_factory=dict)
@@ -209,27 +208,27 @@ class Conversation:
     _prompts: dict[str, set[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, episode: Episode, attempt: int, marks: Sequence[RequestMark]) -> "Conversation":
-        """Build it from the stored episode and its marks."""
+    def of(cls, episode: Episode, attempt: int, requests: Mapping[int, StepRequest]) -> "Conversation":
+        """Build it from the stored episode and the requests that its steps answered."""
         made = cls(attempt)
-        by_step = {mark.step: mark for mark in marks}
         for step in episode.steps:
-            made.add(step, by_step.get(step.index))
+            made.add(step, requests.get(step.index))
         return made
 
     @property
     def count(self) -> int:
         """How many requests the episode had."""
-        firsts = {mark.request_id.partition(".")[0] for mark in self.marks}
+        firsts = {request.id.partition(".")[0] for request in self.requests.values()}
         return len(firsts | {turn.call.request_id for turn in self.open})
 
-    def add(self, step: Step, mark: RequestMark | None) -> None:
+    def add(self, step: Step, request: StepRequest | None) -> None:
         """Add a step that is stored."""
         self.lines.add(step)
-        self._history.add(self.lines.steps, step.index, *((mark.tools, mark.template_options) if mark else ((), {})))
-        if mark is not None:
-            self.marks.append(mark)
-            self._prompts.setdefault(self._prompt_hash(step), set()).add(int(mark.asked.get("draw", 0)))
+        brought = (request.tools, request.template_options) if request else ((), {})
+        self._history.add(self.lines.steps, step.index, *brought)
+        if request is not None:
+            self.requests[step.index] = request
+            self._prompts.setdefault(self._prompt_hash(step), set()).add(int(request.asked.get("draw", 0)))
 
     def refresh(self, episode: Episode) -> None:
         """Take over the stored steps' new results and their `delivered`."""
@@ -240,7 +239,7 @@ class Conversation:
         whole = self.lines.tokens(step.index)
         return whole[: len(whole) - len(step.sampled_ids)]
 
-    def draft(self, chat: Chat, ask: Ask, most: int) -> AgentDraft:
+    def draft(self, chat: Chat, ask: Ask, most: int) -> Draft:
         """Return the prompt of the requested turn, of at most `most` tokens.
 
         Raises:
@@ -263,7 +262,7 @@ class Conversation:
             said = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
             raise RequestError(400, said[:1000], code="invalid_messages", param="messages") from error
 
-    def messages(self, draft: AgentDraft) -> tuple[Message, ...]:
+    def messages(self, draft: Draft) -> tuple[Message, ...]:
         """Return all messages of the draft's chain."""
         if draft.parent == ROOT or draft.shared is not None:
             return draft.messages
@@ -284,7 +283,7 @@ class Conversation:
                 found |= {(index, n): said for n, said in zip(readable, _results(ask.messages, place + 1), strict=False)}
         return found
 
-    def session(self, draft: AgentDraft) -> int:
+    def session(self, draft: Draft) -> int:
         """Return the engine's cache key for a draft: its parent's if it continues that."""
         if draft.parent != ROOT and draft.shared is None and draft.parent in self._sessions:
             return self._sessions[draft.parent]
@@ -301,7 +300,7 @@ class Conversation:
 
     def is_other(self, call: AgentCall) -> bool:
         """Return whether an earlier request had the same id and another body."""
-        before = {mark.request_hash for mark in self.marks if _request_of(mark) == call.request_id}
+        before = {request.body_hash for request in self.requests.values() if _own_id(request) == call.request_id}
         before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
         return bool(before - {call.body_hash})
 
@@ -313,22 +312,22 @@ class Conversation:
             same.sort(key=lambda turn: turn.is_awaited)  # first one that its client has left
         return same[0] if same else None
 
-    def recorded(self, call: AgentCall) -> list[RequestMark]:
-        """Return the marks, one per choice, of the recorded answer that the call repeats; empty if there is none."""
-        firsts = [mark for mark in self.marks if "." not in mark.request_id and CANCELLED not in mark.request_id]
-        found = [mark for mark in firsts if mark.request_id == call.request_id]
+    def recorded(self, call: AgentCall) -> list[int]:
+        """Return the steps, one per choice, of the recorded answer that the call repeats; empty if there is none."""
+        firsts = {step: one for step, one in self.requests.items() if "." not in one.id and CANCELLED not in one.id}
+        found = [step for step, one in firsts.items() if one.id == call.request_id]
         if call.retry and not found:
-            found = [mark for mark in firsts if mark.request_hash == call.body_hash]
-            found.sort(key=lambda mark: (not self.lines.steps[mark.step].delivered, mark.step))
-        return self.answers(found[-1].request_id, call.ask.count) if found else []
+            found = [step for step, one in firsts.items() if one.body_hash == call.body_hash]
+            found.sort(key=lambda step: (not self.lines.steps[step].delivered, step))
+        return self.answers(self.requests[found[-1]].id, call.ask.count) if found else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
         """Return for each choice the lowest number that no other answer to this very prompt has.
 
         A call that is repeated after it was cancelled gets its numbers again.
         """
-        stopped = [mark for mark in self.marks if CANCELLED in mark.request_id and self._is_again(mark, call)]
-        before = sorted({int(mark.asked.get("draw", 0)) for mark in stopped})[: call.ask.count]
+        stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call)]
+        before = sorted({int(one.asked.get("draw", 0)) for one in stopped})[: call.ask.count]
         used = set(self._prompts.get(prompt_hash, ()))
         for turn in self.open:
             if _hash_ids(turn.draft.context) == prompt_hash:
@@ -336,26 +335,33 @@ class Conversation:
         fresh = (number for number in range(len(used) + call.ask.count) if number not in used)
         return (*before, *(next(fresh) for _ in range(call.ask.count - len(before))))
 
-    def answers(self, request_id: str, count: int) -> list[RequestMark]:
-        """Return the marks of the answer to that request, one per choice."""
-        by_id = {mark.request_id: mark for mark in self.marks}
+    def answers(self, request_id: str, count: int) -> list[int]:
+        """Return the steps of the answer to that request, one per choice."""
+        by_id = {request.id: step for step, request in self.requests.items()}
         return [by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in by_id]
 
     def stopped_id(self, request_id: str) -> str:
         """Return a fresh id for the record of a cancelled answer."""
-        times = sum(mark.request_id.startswith(request_id + CANCELLED) for mark in self.marks)
+        times = sum(request.id.startswith(request_id + CANCELLED) for request in self.requests.values())
         return f"{request_id}{CANCELLED}{times}"
 
-    def _is_again(self, mark: RequestMark, call: AgentCall) -> bool:
-        return _request_of(mark) == call.request_id or (call.retry > 0 and mark.request_hash == call.body_hash)
+    def turn_of(self, index: int) -> ResponseTurn:
+        """Return the turn of a stored step, as a reply has it."""
+        step, asked = self.lines.steps[index], self.requests[index].asked
+        top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
+        done = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
+        return ResponseTurn(step.message, done)
+
+    def _is_again(self, request: StepRequest, call: AgentCall) -> bool:
+        return _own_id(request) == call.request_id or (call.retry > 0 and request.body_hash == call.body_hash)
 
     def _prompt_hash(self, step: Step) -> str:
         return _hash_ids(self.prompt(step))
 
 
-def _request_of(mark: RequestMark) -> str:
-    """Return the id of the request to which the mark's answer belongs."""
-    return mark.request_id.partition(CANCELLED)[0].partition(".")[0]
+def _own_id(request: StepRequest) -> str:
+    """Return the id that the client knows: the same for all choices, cancelled or not."""
+    return request.id.partition(CANCELLED)[0].partition(".")[0]
 
 
 def too_long(most: int, tokens: int | str) -> RequestError:
@@ -376,17 +382,10 @@ def _results(messages: Sequence[Message], place: int) -> list[str]:
     return [message.content for message in following]
 
 
-def prompt_hash(draft: AgentDraft) -> str:
+def prompt_hash(draft: Draft) -> str:
     """Return a hash of the prompt's tokens."""
     return _hash_ids(draft.context)
 
 
 def _hash_ids(ids: Sequence[int]) -> str:
     return hashlib.sha256(pack("i", ids)).hexdigest()
-
-
-def turn_of(step: Step, asked: Mapping[str, Any]) -> ResponseTurn:
-    """Return the turn of a stored step, as a reply says it; `asked` as its row has it."""
-    completion = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds)
-    top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
-    return ResponseTurn(step.message, completion, top)

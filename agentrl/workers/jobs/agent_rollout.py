@@ -14,7 +14,7 @@ from logging import getLogger
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
-from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long, turn_of
+from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Event, Inbox
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
@@ -30,17 +30,27 @@ from agentrl.workflow.engines import Backend, Completion, Engine, GenerateReques
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.inference.agent_draft import AgentDraft
+from agentrl.workflow.inference.prompt_draft import Draft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds, agent_steps
 from agentrl.workflow.store.agent_holds import AgentState
-from agentrl.workflow.store.agent_steps import CallStep, RequestMark
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.token_chains import EQUAL
-from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, PolicyRef, Step, StopReason, ToolCall, ToolResult
+from agentrl.workflow.trajectory import (
+    UNCLOSED,
+    UNFINISHED,
+    CallRecord,
+    Episode,
+    PolicyRef,
+    Step,
+    StepRecord,
+    StepRequest,
+    StopReason,
+    ToolCall,
+    ToolResult,
+)
 
 log = getLogger("agentrl.agent_rollout")
 
@@ -157,11 +167,11 @@ class AgentRollout:
         """Serve every episode from the end of its record, and start an agent for each that has none."""
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
-        marks = agent_steps.load_marks(self.db, numbers)
+        requests = agent_steps.load_requests(self.db, numbers)
         agent_holds.publish_address(self.db, self.work.fence, self.server.address)
         self.recorder.begin_with_agents()
         for number, episode in self.recorder.episodes.items():
-            self._hold(number, Conversation.of(episode, attempts[number], marks.get(number, [])))
+            self._hold(number, Conversation.of(episode, attempts[number], requests.get(number, {})))
         self.agents.give(list(self.recorder.episodes))
         self._judge_agents(self.agents.load())
 
@@ -241,16 +251,16 @@ class AgentRollout:
         self.sampling.check_count(conversation)
         self._begin(call, conversation)
 
-    def _answer_again(self, call: AgentCall, conversation: Conversation, marks: Sequence[RequestMark]) -> None:
+    def _answer_again(self, call: AgentCall, conversation: Conversation, steps: Sequence[int]) -> None:
         """Send the recorded answer, and mark it delivered."""
-        stored = [conversation.lines.steps[mark.step] for mark in marks]
-        prompt = conversation.prompt(stored[0])
-        created = int(marks[0].asked.get("created", call.created))
-        self._mark(call, conversation, marks, delivered=True)
-        conversation.given[marks[0].request_id] = call
-        call.answered = marks[0].request_id
-        call.tell(Accepted(prompt, marks[0].request_id, created, len(prompt) - len(stored[0].prompt_ids)))
-        call.tell(Answered(tuple(turn_of(step, mark.asked) for step, mark in zip(stored, marks, strict=True))))
+        first, request = conversation.lines.steps[steps[0]], conversation.requests[steps[0]]
+        prompt = conversation.prompt(first)
+        created = int(request.asked.get("created", call.created))
+        self._mark(call, conversation, steps, delivered=True)
+        conversation.given[request.id] = call
+        call.answered = request.id
+        call.tell(Accepted(prompt, request.id, created, len(prompt) - len(first.prompt_ids)))
+        call.tell(Answered(tuple(map(conversation.turn_of, steps))))
 
     def _begin(self, call: AgentCall, conversation: Conversation) -> None:
         """Submit the choices of a new turn."""
@@ -288,10 +298,10 @@ class AgentRollout:
             if not turn.is_awaited and not turn.later:
                 turn.stop()
 
-    def _mark(self, call: AgentCall, conversation: Conversation, marks: Sequence[RequestMark], delivered: bool) -> None:
-        for mark in marks:
-            if call.episode in self.recorder.episodes and conversation.lines.steps[mark.step].delivered != delivered:
-                self.recorder.mark_delivered(call.episode, mark.step, delivered)
+    def _mark(self, call: AgentCall, conversation: Conversation, steps: Sequence[int], delivered: bool) -> None:
+        for index in steps:
+            if call.episode in self.recorder.episodes and conversation.lines.steps[index].delivered != delivered:
+                self.recorder.mark_delivered(call.episode, index, delivered)
                 conversation.refresh(self.recorder.episodes[call.episode])
 
     # commits
@@ -314,15 +324,13 @@ class AgentRollout:
         conversation = self._conversations.get(number)
         return conversation.open if conversation is not None and number in self.recorder.episodes else ()
 
-    def _release_turn(self, turn: AgentTurn, records: Sequence[CallStep], stored: Sequence[Step]) -> None:
+    def _release_turn(self, turn: AgentTurn, records: Sequence[StepRecord], stored: Sequence[Step]) -> None:
         """Send the reply to the waiting calls."""
         number = turn.call.episode
         conversation = self._conversations[number]
         conversation.open.remove(turn)
         for record, step in zip(records, stored, strict=True):
-            asked, tools = record.asked, tuple(record.tools)
-            mark = RequestMark(step.index, record.request_id, record.request_hash, asked, tools, record.template_options)
-            conversation.add(step, mark)
+            conversation.add(step, record.request)
             conversation.keep_session(step, turn.session)
         if number in self.recorder.episodes:  # a hook may have failed it
             conversation.refresh(self.recorder.episodes[number])
@@ -330,7 +338,7 @@ class AgentRollout:
             turn.leave()
         else:
             conversation.given[turn.call.request_id] = turn.waiting[-1]
-            turn.answer(tuple(turn_of(step, record.asked) for step, record in zip(stored, records, strict=True)))
+            turn.answer(tuple(conversation.turn_of(step.index) for step in stored))
         self._arrived.update(turn.later)
         for call in turn.later:
             self._take(call)
@@ -487,7 +495,7 @@ class AgentSampling:
         except ConfigError as error:
             raise RequestError(400, error.message, code="unsupported_parameter") from error
 
-    def draws(self, conversation: Conversation, call: AgentCall, draft: AgentDraft) -> Sequence[int]:
+    def draws(self, conversation: Conversation, call: AgentCall, draft: Draft) -> Sequence[int]:
         """Return for each choice its number among the answers to the same prompt; with a client's seed they start at 0."""
         if self.is_clients and "seed" in call.ask.asked:
             return tuple(range(call.ask.count))
@@ -527,7 +535,7 @@ class AgentRecords:
     limits: RolloutConfig
     max_context: int
 
-    def of(self, turn: AgentTurn, conversation: Conversation) -> list[CallStep]:
+    def of(self, turn: AgentTurn, conversation: Conversation) -> list[StepRecord]:
         """Return the records of a turn that is over, and set its `cut`.
 
         A choice that was cancelled before its first token has none.
@@ -537,10 +545,13 @@ class AgentRecords:
         """
         turn.completions = [_result(future) for future in turn.futures]
         turn.cut = any(done is None for done in turn.completions) or (turn.stopped and self._is_cut(turn))
-        found: list[CallStep] = []
+        found: list[StepRecord] = []
+        first = ""
         for choice, done in enumerate(turn.completions):
             if done is not None and (done.token_ids or not turn.cut):
-                found.append(self._record(turn, conversation, choice, done, found[0].request_id if found else ""))
+                request = self._request(turn, conversation, choice, done)
+                found.append(self._record(turn, conversation, done, request, first))
+                first = first or request.id
         return found
 
     def most_tokens(self, turn: AgentTurn) -> int:
@@ -552,57 +563,53 @@ class AgentRecords:
         most = self.most_tokens(turn)
         return any(done.finish_reason == "length" and len(done.token_ids) < most for done in turn.completions if done)
 
-    def _record(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion, first: str) -> CallStep:
-        """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
-        call, draft = turn.call, turn.draft
-        step = self._step(turn, conversation, choice, done, beside=bool(first))
-        sampled = SampledStep(call.episode, step, self.work.policy_id, self.chat.decode(done.token_ids), _calls(step))
-        return CallStep(
-            sampled=sampled,
-            request_id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
-            request_hash=call.body_hash,
-            asked={**call.ask.asked, **_kept(turn, draft, done), "created": call.created, "draw": turn.draws[choice]},
+    def _request(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion) -> StepRequest:
+        """Return the request, as the row of its answer with that number has it."""
+        call = turn.call
+        return StepRequest(
+            id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
+            body_hash=call.body_hash,
+            asked={**call.ask.asked, **_kept(turn, done), "created": call.created, "draw": turn.draws[choice]},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
-            shared_messages=len(step.prompt) if first else draft.shared_messages,
-            beside=first,
-            shown={} if first else conversation.shown(call.ask),
         )
 
-    def _step(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion, beside: bool) -> Step:
-        draft = turn.draft
+    def _record(
+        self, turn: AgentTurn, conversation: Conversation, done: Completion, request: StepRequest, first: str
+    ) -> StepRecord:
+        """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
+        draft = turn.draft.beside(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
         message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
-        refused = tuple(_refusal(made) for made in message.tool_calls)
-        return Step(
-            index=len(conversation.lines.steps),
-            prompt=conversation.messages(draft) if beside else draft.messages,
-            prompt_ids=() if beside else draft.prompt_ids,
-            sampled_ids=done.token_ids,
-            behavior_logprobs=done.logprobs,
-            finish_reason=done.finish_reason,
-            message=message,
-            policy_version=self.work.policy.version,
-            seconds=done.seconds,
-            results=tuple(result for result in refused if result is not None) if refused and all(refused) else None,
-            new_row=ANOTHER_CHOICE if beside else draft.reason,
-            parent=draft.parent,
-            shared=len(draft.context) if beside else draft.shared,
+        calls = tuple(CallRecord(made, "none", _refusal(made)) for made in message.tool_calls)
+        refused = tuple(item.result for item in calls if item.result is not None)
+        step = draft.step(
+            len(conversation.lines.steps),
+            done,
+            message,
+            self.work.policy.version,
             delivered=not turn.cut and turn.is_awaited,
-            draw=turn.draws[choice],
+            draw=request.asked["draw"],
+        )
+        return StepRecord(
+            episode=turn.call.episode,
+            step=replace(step, results=refused if calls and len(refused) == len(calls) else None),
+            policy_id=self.work.policy_id,
+            text=self.chat.decode(done.token_ids),
+            calls=calls,
+            request=request,
+            shared_messages=draft.shared_messages,
+            beside=first,
+            shown={} if first else conversation.shown(turn.ask),
         )
 
 
-def _calls(step: Step) -> tuple[CallRecord, ...]:
-    return tuple(CallRecord(made, "none", _refusal(made)) for made in step.message.tool_calls)
-
-
-def _kept(turn: AgentTurn, draft: AgentDraft, done: Completion) -> dict[str, Any]:
+def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
     """Return what a row keeps besides the requested sampling options.
 
     The client's stop strings explain why the turn ended. The number of equal histories is kept if there is more than one, and
     the likeliest tokens of each position if they were requested, so that a repeated request gets the same reply.
     """
-    found = {"stop": list(turn.ask.stop), EQUAL: draft.equal if draft.equal > 1 else 0, TOP: done.top}
+    found = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
     return {name: value for name, value in found.items() if value}
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.workers.stack.dispatch import send_train
 from agentrl.workers.stack.process import database
+from agentrl.workflow import checkpoints
 from agentrl.workflow.algorithms import credits_alike
-from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.errors import CheckpointError, ConfigError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store import repair
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.mend")
 
 
-def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -> int | None:
+def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int | None:
     """Mark the policy's checkpoint as broken if it is.
 
     Returns:
@@ -31,7 +31,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoint_cache.Part) -
         ServiceError: its state is unknown: the store or the database was away for long, or this host has no space.
     """
     try:
-        fault = checkpoint_cache.checkpoint_error(policy.path, policy.sha256, part) if policy.path else ""
+        fault = checkpoints.find_fault(policy.path, policy.sha256, part) if policy.path else ""
     except ConfigError as error:
         log.warning("version %d could not be checked: %s", policy.version, error)
         return None
@@ -67,9 +67,7 @@ def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> C
     """Return the error for a broken checkpoint that cannot be rebuilt; names the last whole one and what to do."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
-    whole = next(
-        (version for version, path, sha256 in versions if not path or not checkpoint_cache.checkpoint_error(path, sha256)), None
-    )
+    whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)
     found = f"the last intact version is {whole}" if whole is not None else "no earlier version is intact"
     start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"
     return CheckpointError(

@@ -24,8 +24,7 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence, GroupWork, Outcome
-from agentrl.workflow.store.steps import CallRecord, SampledStep
-from agentrl.workflow.trajectory import Episode, Message, Step, StopReason
+from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, StepRecord, StopReason
 
 
 @dataclass
@@ -129,9 +128,8 @@ class GroupRollout:
             return
         self._drafts[episode.id] = draft = self._draft(episode, messages)
         follows = len(episode.steps) + 1 < self.limits.max_steps
-        context = draft.context(episode)
-        key = self.work.sampling_key(episode).of_next(episode, context)
-        request = GenerateRequest.within(self.limits, context, self.work.policy, key, follows, episode.id)
+        key = self.work.sampling_key(episode).of_next(episode, draft.context)
+        request = GenerateRequest.within(self.limits, draft.context, self.work.policy, key, follows, episode.id)
         self._turns[episode.id] = future = self.engine.submit(request)
         future.add_done_callback(partial(put_completion, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
@@ -164,13 +162,10 @@ class GroupRollout:
     def _needs_tools(self, episode: int) -> bool:
         return isinstance(next_action(self.recorder.episodes[episode], self.env, self.limits), CallTools)
 
-    def _sampled_step(self, event: Event) -> SampledStep:
+    def _sampled_step(self, event: Event) -> StepRecord:
         assert event.completion is not None
         completion = event.completion.result()
         message = self.chat.parse(completion.token_ids, self.schemas)
-        index = len(self.recorder.episodes[event.episode].steps)
-        self._turns.pop(event.episode, None)
-        step = self._drafts.pop(event.episode).step(index, completion, message, self.work.policy.version)
         calls = tuple(
             CallRecord(
                 call,
@@ -179,7 +174,10 @@ class GroupRollout:
             )
             for number, call in enumerate(message.tool_calls)
         )
-        return SampledStep(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
+        index = len(self.recorder.episodes[event.episode].steps)
+        self._turns.pop(event.episode, None)
+        step = self._drafts.pop(event.episode).step(index, completion, message, self.work.policy.version)
+        return StepRecord(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
 
     def _resume_calls(self, episode: Episode, step: Step) -> None:
         """Waits for calls that another worker may have sent."""

@@ -18,11 +18,10 @@ from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
 from agentrl.workflow.store import agent_steps, blocked_runs, episode_annotations, steps
 from agentrl.workflow.store import rollout_claims as store
-from agentrl.workflow.store.agent_steps import CallStep
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
-from agentrl.workflow.store.steps import JudgeQuestions, SampledStep
-from agentrl.workflow.trajectory import Episode, Step, StopReason, ToolCall, ToolResult, storable
+from agentrl.workflow.store.steps import JudgeQuestions
+from agentrl.workflow.trajectory import Episode, Step, StepRecord, StopReason, ToolCall, ToolResult, storable
 
 
 @dataclass
@@ -77,18 +76,18 @@ class EpisodeRecorder:
         self._call_hooks("on_trace_start", episode)
         return episode.id in self.episodes
 
-    def commit_sampled(self, records: Sequence[SampledStep]) -> list[list[int]]:
+    def commit_sampled(self, records: Sequence[StepRecord]) -> list[list[int]]:
         """Commit T1 of these steps; return the ids of each one's calls, which may now be sent."""
         calls = steps.commit_sampled(self.db, self.work.fence, records)
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
 
-    def commit_calls(self, records: Sequence[CallStep]) -> list[Step]:
+    def commit_calls(self, records: Sequence[StepRecord]) -> list[Step]:
         """Commit answers to agents from outside, with what their requests show of earlier calls; return the steps."""
         made = agent_steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, made, strict=True):
-            number = record.sampled.episode
+            number = record.episode
             if number in self.episodes and step.index == len(self.episodes[number].steps):
                 self._show_results(number, record.shown)
                 self._add_step(number, step)

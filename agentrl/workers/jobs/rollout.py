@@ -30,8 +30,7 @@ from agentrl.workers.stack.process import (
     worker_name,
     write_when_possible,
 )
-from agentrl.workflow import engines
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints, engines
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, DeviceLost, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.runtime.faults import faultpoint
@@ -202,7 +201,7 @@ def _report_wait(run_id: int, error: ServiceError) -> None:
 def _fetch_weights(works: Sequence[GroupWork]) -> None:
     """Brings the weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
-        checkpoint_cache.local_part(policy.path, policy.sha256)
+        checkpoints.local_part(policy.path, policy.sha256)
 
 
 def _count_failure(work: GroupWork, error: Exception) -> None:

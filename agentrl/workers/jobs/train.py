@@ -18,8 +18,7 @@ from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
 from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, write_when_possible
-from agentrl.workflow import trainers
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
@@ -140,7 +139,7 @@ def _finish_without_update(work: IterationWork) -> PublishedUpdate:
 
 
 def _train_iteration(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
-    config = experiment.config
+    config, path = experiment.config, _checkpoint_path(work)
     refuse_overlap(config)
     with models.use(experiment, work.policy.base) as loaded:
         confirm_base(work.run_id, loaded.policy)
@@ -155,9 +154,18 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
         faultpoint("update.after")
         if fenced.is_set():
             raise Fenced(f"Iteration {work.iteration} of {work.run} was taken over by another worker.")
-        path = _checkpoint_path(work)
-        sha256 = "" if update.skipped else checkpoint_cache.write(path, trainer.save)
-        record = _update_record(work, update, trainer, "" if update.skipped else path, sha256, started)
+        sha256 = "" if update.skipped else checkpoints.write(path, trainer.save)
+        record = UpdateRecord(
+            metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
+            advantages=update.advantages,
+            dropped=update.dropped,
+            path="" if update.skipped else path,
+            sha256=sha256,
+            skipped=update.skipped or "",
+            bad=update.bad,
+            seconds=time.perf_counter() - started,
+            costs=update.costs,
+        )
         try:
             published = train_commits.commit_update(database(), work, record, config.update.max_bad_updates)
         except Fenced:
@@ -184,7 +192,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
     """Rebuilds the run's broken checkpoint by repeating its update; the iteration then goes on from it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
-    if not checkpoint_cache.checkpoint_error(
+    if not checkpoints.find_fault(
         broken.path, broken.sha256, _checkpoint_part(work, broken.path)
     ):  # a person has put the files back
         repair.commit_rebuild(database(), work, broken, broken.path, broken.sha256)
@@ -214,7 +222,7 @@ def _repeat_update(
     if fenced.is_set():
         raise Fenced(f"Version {rebuild.broken.version} of {work.run} is being rebuilt by another trainer.")
     path = _checkpoint_path(source, "r")
-    sha256 = checkpoint_cache.write(path, trainer.save)
+    sha256 = checkpoints.write(path, trainer.save)
     try:
         repair.commit_rebuild(database(), work, rebuild.broken, path, sha256)
     except Fenced:
@@ -241,22 +249,22 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
     """Loads the trainer at exactly the state that this update starts from."""
-    wanted = (work.run_id, work.policy.path)
+    path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
+    wanted = (work.run_id, path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
         trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:
             log.info("%s: %s", work.run, count_parameters(module))
-        path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
         if path:
-            checkpoint_cache.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
+            checkpoints.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
         else:
             trainer.load(None)
         loaded.trainer = trainer
     return loaded.trainer
 
 
-def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
+def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
     """The part of the checkpoint that an update starts from: of another run's, all but the optimizer."""
     return "all" if path.endswith(work.key) else "start"
 
@@ -264,23 +272,7 @@ def _checkpoint_part(work: IterationWork, path: str) -> checkpoint_cache.Part:
 def _discard_checkpoint(path: str) -> None:
     """Removes a fenced trainer's checkpoint, unless its commit was done and only the reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
-        checkpoint_cache.remove(path)
-
-
-def _update_record(
-    work: IterationWork, update: Update, trainer: Trainer, path: str, sha256: str, started: float
-) -> UpdateRecord:
-    return UpdateRecord(
-        metrics=[{**step, "learning_rate": trainer.learning_rate} for step in update.steps],
-        advantages=update.advantages,
-        dropped=update.dropped,
-        path=path,
-        sha256=sha256,
-        skipped=update.skipped or "",
-        bad=update.bad,
-        seconds=time.perf_counter() - started,
-        costs=update.costs,
-    )
+        checkpoints.remove(path)
 
 
 def _mean_reward(work: IterationWork) -> float:
@@ -290,7 +282,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
     """The path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
-    return f"{work.output_dir.rstrip('/')}/v{work.number + 1:05d}.{mark}{work.token}.{work.key}"
+    return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 
 def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
@@ -318,12 +310,12 @@ def _link_epoch(work: IterationWork, version: int) -> None:
 
 
 def _remove_leftovers(work: IterationWork) -> None:
-    checkpoint_cache.remove_rivals(_checkpoint_path(work))
+    checkpoints.remove_rivals(_checkpoint_path(work))
     faultpoint("rivals.removed")
     stale = train_commits.find_optimizer_to_drop(database(), work.run_id, staleness_of(work.config))
     if stale:
-        checkpoint_cache.drop_optimizer(stale)
+        checkpoints.drop_optimizer(stale)
         faultpoint("optimizer.dropped")
     if work.config["update"].get("save_every"):  # runs older than this option lack it
         for path in retention.drop_unsaved(database(), work.run_id):
-            checkpoint_cache.remove(path)
+            checkpoints.remove(path)

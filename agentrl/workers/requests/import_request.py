@@ -15,7 +15,7 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import resolve_chat
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import DatasetError, ModelError
-from agentrl.workflow.inference.traced_steps import TracedStep, traced_steps
+from agentrl.workflow.inference.traced_steps import traced_steps
 from agentrl.workflow.models.loading import context_and_vocabulary, load_chat
 from agentrl.workflow.models.lookup import model_folder, starting_policy
 from agentrl.workflow.plugins import find, names
@@ -25,7 +25,7 @@ from agentrl.workflow.spans.traces import Trace, traces_of
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.imported_runs import EXACT, ImportedEpisode
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.trajectory import PolicyRef, StopReason, Task
+from agentrl.workflow.trajectory import PolicyRef, StepRecord, StopReason, Task
 
 MAX_TURNS = 1000
 """Of an episode."""
@@ -204,7 +204,7 @@ def _episodes(
         yield _episode(trace_turns, steps, weights)
 
 
-def _episode(read: _Read, steps: Sequence[TracedStep], weights: Mapping[str, float]) -> ImportedEpisode:
+def _episode(read: _Read, steps: Sequence[StepRecord], weights: Mapping[str, float]) -> ImportedEpisode:
     trace, annotations = read.trace, _placed(read)
     rewards = {name: _whole(value) for name, value in rewards_of(annotations, len(steps)).items()}
     last, error = steps[-1].step, trace.error

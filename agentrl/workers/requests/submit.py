@@ -23,12 +23,11 @@ from agentrl.workers.requests.curriculum import ChosenTasks, choose_by_difficult
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, resolve_texts
 from agentrl.workers.stack import broker, embedded
-from agentrl.workflow import engines, trainers
+from agentrl.workflow import checkpoints, engines, trainers
 from agentrl.workflow.algorithms import resolve_run, resolve_search, searches
 from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, resolve_chat, resolve_last_turn
-from agentrl.workflow.checkpoints import object_store
+from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
-from agentrl.workflow.checkpoints.sealed_folder import RECORD
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import LoadedTasks, absolute_name, env_of, hash_dataset, is_rows, load_tasks, split_mixture
 from agentrl.workflow.engines import Backend
@@ -523,7 +522,7 @@ def check_place(place: str) -> None:
         ConfigError: nothing can be written there.
         ServiceError: the store at the URL does not answer.
     """
-    folder = object_store.check_place(place)
+    folder = checkpoints.check_place(place)
     if folder is not None:
         _check_writable(folder)
 

@@ -62,7 +62,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     Raises:
         ModelError: it is another base.
     """
-    _confirm_hashes(run, policy.base_hash, tuple(base_hashes(policy).items()), json.dumps(policy.trained_part))
+    _confirm_hashes(run, policy.base_hash, json.dumps(policy.trained_part), tuple(base_hashes(policy).items()))
     if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
         _report_cpu(run)
 
@@ -93,7 +93,7 @@ def no_overlap_error(hint: str) -> ConfigError:
 
 
 @cache
-def _confirm_hashes(run: int, base_hash: str, hashes: tuple[tuple[str, str], ...], trained: str) -> None:
+def _confirm_hashes(run: int, base_hash: str, trained: str, hashes: tuple[tuple[str, str], ...]) -> None:
     # Cached per run and base: the record never changes, and each check takes the database's write lock.
     train_commits.confirm_base(database(), run, base_hash, dict(hashes), json.loads(trained))
 

@@ -13,7 +13,7 @@ from math import fsum, isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints
 from agentrl.workflow.config import AlgorithmConfig, RunConfig
 from agentrl.workflow.errors import BrokenCheckpoint
 from agentrl.workflow.models.policy import Policy
@@ -91,12 +91,12 @@ def _load_start(trainer: Trainer, start: PolicyRef, borrowed: bool) -> Trainer:
     if not start.path:
         trainer.load(None)
     elif borrowed:
-        checkpoint_cache.read(start.path, start.sha256, "start", partial(trainer.load, fresh=True))
+        checkpoints.read(start.path, start.sha256, "start", partial(trainer.load, fresh=True))
     else:
         try:
-            checkpoint_cache.read(start.path, start.sha256, "all", trainer.load_partial)
+            checkpoints.read(start.path, start.sha256, "all", trainer.load_partial)
         except BrokenCheckpoint:  # a URL's may lack the optimizer's state alone
-            checkpoint_cache.read(start.path, start.sha256, "start", trainer.load_partial)
+            checkpoints.read(start.path, start.sha256, "start", trainer.load_partial)
     return trainer
 
 

@@ -267,7 +267,7 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
     """Return the returns to go of the episode's tokens that train, by step, in the order of its rows.
 
     Args:
-        episode: with its reward, and its steps with what they earned. See `training.token_layout`, which lays rewards out.
+        episode: with its reward, and its steps with what they earned. See `training.training_rows`, which lays rewards out.
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.workflow.analysis.episode_diff import SCALAR, TokenDifference
-from agentrl.workflow.checkpoints.sealed_folder import weights_of
+from agentrl.workflow.checkpoints import weights_of
 from agentrl.workflow.envs import Env, score_episode, scoring_hash
 from agentrl.workflow.errors import ConfigError, RewardError
 from agentrl.workflow.rewards import Part, part_sum, total_reward

@@ -26,7 +26,7 @@ from agentrl.workflow.chat.template_probe import (
     manner_of,
     writes_unreadable_calls,
 )
-from agentrl.workflow.checkpoints.sealed_folder import RECORD
+from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.plugins import find

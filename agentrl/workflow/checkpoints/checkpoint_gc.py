@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.checkpoints.sealed_folder import OPTIMIZER
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import OPTIMIZER, object_store
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import is_url
 
@@ -66,7 +66,7 @@ def list_folders(output_dir: str, key: str) -> list[Folder]:
     """
     if not key:
         return []
-    folders = checkpoint_cache.sizes(output_dir) if is_url(output_dir) else _disk_sizes(Path(output_dir))
+    folders = object_store.sizes(output_dir) if is_url(output_dir) else _disk_sizes(Path(output_dir))
     return [_measure(name, files) for name, files in sorted(folders.items()) if _parse_name(name, key)]
 
 
@@ -85,9 +85,9 @@ def remove(output_dir: str, item: Waste) -> None:
     """
     path = f"{output_dir.rstrip('/')}/{item.name}"
     if item.kind == "optimizers":
-        checkpoint_cache.drop_optimizer(path)
+        checkpoints.drop_optimizer(path)
     else:
-        checkpoint_cache.remove(path)
+        checkpoints.remove(path)
     faultpoint("waste.removed")
 
 

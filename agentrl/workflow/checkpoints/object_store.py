@@ -1,4 +1,11 @@
-"""The files of checkpoints behind a URL: any of fsspec's file systems, with retries.
+"""Checkpoints at a URL: their files, read and written with retries, and the copies that each host keeps of them.
+
+Any of fsspec's file systems will do. Object stores know no rename: a key is written once and never again, and the manifest is
+written last: once it is there, the checkpoint is whole. `file://` is a folder that is mounted on every host.
+
+A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait. A copy is verified against the
+manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
+copies of a run stay.
 
 Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError if the store
 refuses this host, and ServiceError if it did not answer for RETRY_SECONDS or this host has no space: neither means that the
@@ -6,31 +13,42 @@ files are broken.
 """
 
 import errno
+import fcntl
+import hashlib
+import os
+import shutil
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, NO_SPACE_ERRNOS, Part, Writer
+from agentrl.workflow.errors import CheckpointError, ConfigError, ServiceError
 from agentrl.workflow.installation import install_command
-from agentrl.workflow.settings import is_url
+from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.settings import is_url, settings
 
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
 """The time for which requests to a store that does not answer are retried."""
+KEEP = 10
+"""Copies of one run that a host keeps: those of nine overlapping iterations, and one more for an evaluation."""
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Retries are made here; with botocore's own four on top, a dead connection would look like a slow one.
     "s3": {"config_kwargs": {"retries": {"max_attempts": 0}}, "use_listings_cache": False}
 }
-NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""The system's error numbers for a full disk."""
 _DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
+_UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
+"""Suffixes of a folder's name while it is being made."""
+_verified_copies: set[tuple[Path, Part]] = set()
+"""Copies whose bytes this process has compared with their manifest."""
 URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
@@ -76,6 +94,160 @@ def mounted_folder(url: str) -> Path | None:
     return Path(key) if _is_folder(files) else None
 
 
+def write(url: str, writer: Writer) -> str:
+    """Write a checkpoint to the URL, and keep this host's copy; return the sha256 of its weights.
+
+    Raises:
+        CheckpointError: the disk refused the files, or there is no such bucket. Only a checkpoint without a manifest is lost.
+    """
+    copy = copy_of(url)
+    with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored
+        sha256 = sealed_folder.write(copy, writer)
+        _upload(copy, url)
+        faultpoint("checkpoint.uploaded")
+        _evict(copy.parent)
+    return sha256
+
+
+def local_copy(url: str, sha256: str, part: Part) -> Path:
+    """Return this host's copy of a part of the checkpoint whose weights have that sha256, fetched if need be.
+
+    Raises:
+        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights are others.
+    """
+    copy = copy_of(url)
+    if (copy, part) in _verified_copies and _touch(copy) and sealed_folder.has_part(copy, part):
+        return copy
+    with report_host_trouble(url), hold_lock(copy.parent):
+        if not sealed_folder.is_sound(copy, sha256, part):
+            _fetch(url, copy, sha256, part)
+        _verified_copies.add((copy, part))
+        os.utime(copy)
+        _evict(copy.parent)
+    return copy
+
+
+def forget_copy(url: str, part: Part) -> None:
+    """Verify this host's copy again before it is used again."""
+    _verified_copies.discard((copy_of(url), part))
+
+
+def verify(url: str, sha256: str, part: Part) -> None:
+    """Verify every byte of a part in the store itself: a sound copy on this host does not help other hosts.
+
+    Raises:
+        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        _fetch(url, Path(scratch) / "checkpoint", sha256, part)
+
+
+def copy_of(url: str) -> Path:
+    """Return the folder for this host's copy of the checkpoint at that URL."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    run = f"{parent.rpartition('/')[2]}-{hashlib.sha256(parent.encode()).hexdigest()[:8]}"
+    return settings().cache_dir / run / name
+
+
+def _touch(copy: Path) -> bool:
+    """Marks the copy as just used; whether it is there: another process may have evicted it."""
+    try:
+        os.utime(copy)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _upload(folder: Path, url: str) -> None:
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    try:
+        for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
+            put(url, name, folder / name)
+    except FileNotFoundError as error:
+        said = f"Cannot write the checkpoint {url!r}: {error}."
+        raise CheckpointError(said, "Check that the bucket exists, then type `agentrl resume`.") from error
+
+
+def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
+    """Fetches the files that `copy` lacks or that are broken in it."""
+    folder = mounted_folder(url)
+    if folder is not None:
+        must_see(folder.parent)
+    beside = copy.with_name(f"{copy.name}.fetch")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        _get(url, MANIFEST, beside)
+        manifest = sealed_folder.read_manifest(beside, url)
+        if sealed_folder.weights_sha256(manifest) != sha256:
+            raise sealed_folder.broken_error(url, f"its weights differ from the record ({sha256[:12]})")
+        for name in sealed_folder.part_of(manifest, part):
+            if sealed_folder.file_error(copy / name, manifest[name]):
+                _get(url, name, beside)
+                fault = sealed_folder.file_error(beside / name, manifest[name])
+                if fault:
+                    raise sealed_folder.broken_error(url, f"{name} {fault}")
+        _move(beside, copy)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _get(url: str, name: str, folder: Path) -> None:
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        get(url, name, target)
+    except FileNotFoundError as error:
+        raise sealed_folder.broken_error(url, f"{name} is missing") from error
+
+
+def _move(beside: Path, copy: Path) -> None:
+    for file in [file for file in beside.rglob("*") if file.is_file()]:
+        target = copy / file.relative_to(beside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+
+
+@contextmanager
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: one thread of one process of this host at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _evict(folder: Path) -> None:
+    used: dict[Path, int] = {}
+    for entry in [entry for entry in folder.iterdir() if entry.is_dir() and entry.suffix not in _UNFINISHED_SUFFIXES]:
+        with suppress(FileNotFoundError):  # another process removed it meanwhile
+            used[entry] = entry.stat().st_mtime_ns
+    for old in sorted(used, key=used.__getitem__)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def must_see(place: Path) -> None:
+    """Check that this host sees the folder in which a run keeps its checkpoints.
+
+    Raises:
+        ConfigError: the folder is not there.
+    """
+    if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
+        raise ConfigError(
+            f"This host ({socket.gethostname()}) cannot access {str(place)!r}, the run's folder for checkpoints.",
+            "Mount it here, or submit with AGENTRL_CHECKPOINTS=s3://BUCKET/PREFIX.",
+        )
+
+
+@contextmanager
+def report_host_trouble(path: str) -> Iterator[None]:
+    """Turn errors of this host into errors that do not blame the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise host_trouble(path, error) or error from error
+
+
 def put(url: str, name: str, file: Path) -> None:
     """Write the file as `name` under the URL.
 
@@ -96,11 +268,15 @@ def get(url: str, name: str, file: Path) -> None:
     _retry(url, lambda: files.get_file(f"{key}/{name}", str(file)))
 
 
-def sizes(url: str) -> dict[str, int]:
-    """Path -> bytes of every file under the URL; empty if nothing was ever written."""
+def sizes(url: str) -> dict[str, dict[str, int]]:
+    """Checkpoint -> path in it -> bytes, for every file under a run's URL; empty if nothing was ever written."""
     files, key = _store(url)
-    found: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
-    return {path.removeprefix(f"{key}/"): int(facts["size"]) for path, facts in found.items()}
+    listed: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
+    found: dict[str, dict[str, int]] = {}
+    for path, entry in listed.items():
+        name, _, file = path.removeprefix(f"{key}/").partition("/")
+        found.setdefault(name, {})[file] = int(entry["size"])
+    return found
 
 
 def remove(url: str, name: str = "") -> None:

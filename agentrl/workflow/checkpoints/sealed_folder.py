@@ -8,6 +8,7 @@ The weights have the name that PEFT or transformers look for. Further files that
 run, and `link_shared` links them from one folder to the next: the disk holds them once. No update reads them.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -15,14 +16,15 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from agentrl.workflow.checkpoints.object_store import NO_SPACE_ERRNOS
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError
 from agentrl.workflow.runtime.faults import faultpoint
 
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+"""The system's error numbers for a full disk."""
 RECORD = "training.json"
 """The file in a model made by agentrl that records what it was made from, and how."""
 MANIFEST = "manifest.json"
@@ -52,6 +54,9 @@ class FileRecord:
     sha256: str
     shared: bool = False
 
+
+Part = Literal["weights", "start", "all"]
+"""Part of a checkpoint: `weights` to sample, `start` (all but the optimizer's state) to start a run from, `all` to resume."""
 
 Writer = Callable[[Path], Collection[str] | None]
 """Fills the folder it is given; returns the names of the files in it that the run's checkpoints share."""
@@ -128,11 +133,6 @@ def write_error(folder: Path, error: OSError | SafetensorError, then: str, what:
     return CheckpointError(f"Cannot write the {what} {str(folder)!r}: {reason}.", f"{todo}, then {then}.")
 
 
-def drop_optimizer(folder: Path) -> None:
-    """Remove the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled."""
-    (folder / OPTIMIZER).unlink(missing_ok=True)
-
-
 def remove_rivals(folder: Path) -> None:
     """Remove what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: other tokens, and unfinished folders."""
     version, _, key = folder.name.split(".")
@@ -157,6 +157,53 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
         if fault:
             raise broken_error(folder, f"{name} {fault}")
     return manifest
+
+
+def verify_part(folder: Path, sha256: str, part: Part) -> None:
+    """Verify every byte of a part of the published checkpoint whose weights have that sha256.
+
+    Raises:
+        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
+    """
+    weights = weights_of(folder)
+    if not weights.is_file():
+        raise broken_error(folder, "its weights are missing")
+    if sha256_file(weights) != sha256:
+        raise broken_error(folder, f"{weights.name} has another sha256 than the record")
+    if part != "weights":
+        verify(folder, without=(OPTIMIZER,) if part == "start" else (), shared=False)
+
+
+def part_of(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
+    """Return the names of the files in a part of a checkpoint, without those that only other programs read."""
+    if part == "weights":
+        return [weights_name(manifest)]
+    return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
+
+
+def has_part(folder: Path, part: Part) -> bool:
+    """Return whether all files of a part are there, by name."""
+    try:
+        manifest = read_manifest(folder)
+    except BrokenCheckpoint:
+        return False
+    return all((folder / name).is_file() for name in part_of(manifest, part))
+
+
+def is_sound(folder: Path, sha256: str, part: Part) -> bool:
+    """Return whether all files of a part are there, bit for bit, and the weights are those with that sha256."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:  # not there yet, or cut off by a power failure
+        return False
+    names = part_of(manifest, part)
+    return weights_sha256(manifest) == sha256 and not any(file_error(folder / name, manifest[name]) for name in names)
+
+
+def weights_sha256(manifest: Mapping[str, FileRecord]) -> str:
+    """Return the sha256 of the weights; empty if there are none."""
+    record = manifest.get(weights_name(manifest))
+    return record.sha256 if record else ""
 
 
 def file_error(file: Path, record: FileRecord) -> str:

@@ -57,13 +57,11 @@ class ResponseTurn:
 
     Args:
         message: what its tokens spell.
-        completion: its tokens, their logprobs and why it ended.
-        top: for each token the likeliest ones, as (id, logprob); empty where nobody asked.
+        completion: its tokens, their logprobs, the likeliest ones at each place and why it ended.
     """
 
     message: Message
     completion: Completion
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

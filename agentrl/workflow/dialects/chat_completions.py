@@ -185,7 +185,7 @@ def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
 def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
     """Natural-log probabilities in the whole vocabulary, at the sampling temperature."""
     done = turn.completion
-    others = turn.top or ((),) * len(done.token_ids)
+    others = done.top or ((),) * len(done.token_ids)
     entries = [
         _logprob(token, logprob, chat) | {"top_logprobs": [_logprob(*one, chat) for one in top[: ask.top_logprobs]]}
         for token, logprob, top in zip(done.token_ids, done.logprobs, others, strict=True)

@@ -106,7 +106,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled turn.
+    """A sampled turn, as an engine returns it.
+
+    An engine knows neither messages nor episodes: a draft makes the `Step` of a completion (`prompt_draft.Draft.step`).
 
     Args:
         token_ids: the sampled ids, including the end token if one was sampled.

@@ -9,8 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, sha256_file
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import ADAPTER, sha256_file
 from agentrl.workflow.models.exported_files import adapter_config
 from agentrl.workflow.models.policy import Policy, checked_weights
 from agentrl.workflow.settings import settings
@@ -28,9 +28,7 @@ def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
         ServiceError: the checkpoint is at a URL that does not answer.
     """
     target = settings().cache_dir / "adapters" / ref.sha256
-    with checkpoint_cache.hold_lock(
-        target.parent
-    ):  # locked, so that no other process's export is removed while the server reads it
+    with checkpoints.hold_lock(target.parent):  # locked, so that no other process's export is removed while the server reads it
         if not _is_sound(target, ref.sha256):
             shutil.rmtree(target, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as scratch:
@@ -47,7 +45,7 @@ def _write(policy: Policy, ref: PolicyRef, folder: Path) -> None:
     def copy(checkpoint: Path) -> None:
         shutil.copyfile(checked_weights(checkpoint, ref.sha256), folder / ADAPTER)
 
-    checkpoint_cache.read(ref.path, ref.sha256, "weights", copy)
+    checkpoints.read(ref.path, ref.sha256, "weights", copy)
     adapter_config(policy).save_pretrained(str(folder))
 
 

@@ -16,9 +16,8 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from agentrl.workflow import engines
+from agentrl.workflow import checkpoints, engines
 from agentrl.workflow.chat.templates import resolve_chat, resolve_last_turn
-from agentrl.workflow.checkpoints import checkpoint_cache
 from agentrl.workflow.config import RolloutConfig, RunConfig, build
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import ModelError
@@ -171,9 +170,9 @@ class OpenPolicy:
         episode = Episode(Task("chat", (), ""), steps=tuple(before))
         schemas = [tool.schema if isinstance(tool, Tool) else tool for tool in tools]
         drafted = draft_turn(self.chat, episode, tuple(messages), schemas)
-        keys, context = SamplingKey(self.seed, "chat", 0, "chat", sample), drafted.context(episode)
-        key = keys.of_next(episode, context)
-        request = GenerateRequest.within(call_limits, context, self.ref, key, session=keys.bits)
+        keys = SamplingKey(self.seed, "chat", 0, "chat", sample)
+        key = keys.of_next(episode, drafted.context)
+        request = GenerateRequest.within(call_limits, drafted.context, self.ref, key, session=keys.bits)
 
         def step(completion: Completion) -> Step:
             message = self.chat.parse(completion.token_ids, schemas)
@@ -211,7 +210,7 @@ class OpenPolicy:
     def _critic(self) -> nn.Linear | None:
         if not self.ref.path:
             return None
-        return checkpoint_cache.read(self.ref.path, self.ref.sha256, "start", partial(_read_critic, self.policy))
+        return checkpoints.read(self.ref.path, self.ref.sha256, "start", partial(_read_critic, self.policy))
 
 
 def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int = 0, **limits: Any) -> OpenPolicy:

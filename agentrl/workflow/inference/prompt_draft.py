@@ -1,12 +1,24 @@
-"""A turn from its prompt to its step, for rollouts and chats alike."""
+"""A turn from its prompt to its step: for rollouts, for chats, and for requests of agents.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Tokens are never made again from text. Where messages go on from a turn, its tokens do, with the template's suffix. Elsewhere
+the messages are rendered whole and open a chain. The chain of an agent's request refers to the line with which it shares the
+most tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import Schema
-from agentrl.workflow.trajectory import Episode, Message, Step
+from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, messages_of
+
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,22 +26,36 @@ class Draft:
     """The prompt of a turn that is not sampled yet.
 
     Args:
-        messages: the messages that are new to the policy.
-        prompt_ids: ids that continue the episode's tokens; the whole prompt if `new_row` says why that is impossible.
-        new_row: see `trajectory.Step`.
-        chain: the number of its chain.
+        messages: as `trajectory.Step.prompt`.
+        prompt_ids: ids after those that it shares with its parent's line.
+        context: the policy's whole input.
+        parent: the step whose line it continues or shares; ROOT for none.
+        shared: as `trajectory.Step.shared`.
+        shared_messages: so many of its first messages are those of its parent's line.
+        new_row: why it opens a chain; None where it continues its parent or is the first.
+        chain: the number of its chain; the commit of an agent's turn finds its own.
+        equal: so many steps say what its parent's line says, the parent among them.
     """
 
     messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Ids
+    context: Ids
+    parent: int = ROOT
+    shared: int | None = None
+    shared_messages: int = 0
     new_row: str | None = None
     chain: int = 0
+    equal: int = 1
 
-    def context(self, episode: Episode) -> tuple[int, ...]:
-        """Return the policy's full input: the episode's training row so far, and the new tokens."""
-        return self.prompt_ids if self.new_row else episode.context_ids + self.prompt_ids
-
-    def step(self, index: int, completion: Completion, message: Message, policy_version: int) -> Step:
+    def step(
+        self,
+        index: int,
+        completion: Completion,
+        message: Message,
+        policy_version: int,
+        delivered: bool = True,
+        draw: int | None = None,
+    ) -> Step:
         """Return the step of a completion; `message` is what its ids spell."""
         return Step(
             index=index,
@@ -43,6 +69,21 @@ class Draft:
             seconds=completion.seconds,
             new_row=self.new_row,
             chain=self.chain,
+            parent=self.parent,
+            shared=self.shared,
+            delivered=delivered,
+            draw=draw,
+        )
+
+    def beside(self, messages: tuple[Message, ...], reason: str) -> "Draft":
+        """Return the prompt of another turn with the same input, a chain of its own; `messages` are all of the line's."""
+        return replace(
+            self,
+            messages=messages,
+            prompt_ids=(),
+            shared=len(self.context),
+            shared_messages=len(messages),
+            new_row=reason,
         )
 
 
@@ -53,9 +94,114 @@ def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], sche
         ModelError: the template refuses these messages.
     """
     if not episode.steps:
-        return Draft(messages, chat.opening(messages, schemas))
-    ids, reason = chat.continuation(messages, schemas, episode.steps[-1].sampled_ids)
-    if ids is not None:
-        return Draft(messages, ids, chain=episode.steps[-1].chain)
-    chain = max(step.chain for step in episode.steps) + 1
-    return Draft(messages, chat.opening((*episode.messages, *messages), schemas), reason, chain)
+        ids = chat.opening(messages, schemas)
+        return Draft(messages, ids, ids)
+    last = episode.steps[-1]
+    continued, reason = chat.continuation(messages, schemas, last.sampled_ids)
+    if continued is not None:
+        return Draft(messages, continued, episode.context_ids + continued, last.index, chain=last.chain)
+    ids = chat.opening((*episode.messages, *messages), schemas)
+    return Draft(messages, ids, ids, new_row=reason, chain=max(step.chain for step in episode.steps) + 1)
+
+
+def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, equal: int = 1) -> Draft:
+    """Return the prompt of the turn after the step `parent`: its new messages, and their ids."""
+    return Draft(new, ids, lines.tokens(parent) + ids, parent, equal=equal)
+
+
+def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> Draft:
+    """Return the prompt of a request that is rendered whole, by reference to what it shares."""
+    parent, shared = lines.longest_share(ids)
+    if parent == ROOT:
+        return Draft(messages, ids, ids, new_row=reason)
+    same = shared_messages(messages_of(lines.steps, parent), messages)
+    return Draft(messages, ids[shared:], ids, parent, shared, same, reason)
+
+
+def shared_messages(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    """Return how many of the first messages are the same to the letter, in the order of their keys, too."""
+    count = 0
+    for one, other in zip(known, messages, strict=False):
+        if not _same(one, other):
+            break
+        count += 1
+    return count
+
+
+def _same(one: Message, other: Message) -> bool:
+    if (one.role, one.content, one.thought, one.name) != (other.role, other.content, other.thought, other.name):
+        return False
+    return not (one.tool_calls or other.tool_calls) or _spelling(one) == _spelling(other)
+
+
+def _spelling(message: Message) -> str:
+    return json.dumps([(call.name, _plain(call.arguments), call.error) for call in message.tool_calls])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass
+class Lines:
+    """The lines of an episode's steps, token for token."""
+
+    steps: list[Step] = field(default_factory=list)
+    _ends: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    _begins: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        """Add the step with the next index."""
+        parent = ROOT if step.parent is None else step.parent
+        before = self._line(parent)[: step.shared]
+        if step.shared is None and parent in self._ends:
+            del self._ends[parent]  # what goes on from it has its tokens, too
+        self._ends[step.index] = np.concatenate([before, _own(step)])
+        self._begins.append(len(before))
+        self.steps.append(step)
+
+    def replace(self, step: Step) -> None:
+        """Take another value of a step with the same tokens."""
+        self.steps[step.index] = step
+
+    def tokens(self, index: int) -> Ids:
+        """Return all tokens of the line up to the end of that step."""
+        return tuple(self._line(index).tolist())
+
+    def longest_share(self, ids: Ids) -> tuple[int, int]:
+        """Return (step, n): the first step, and how many of its line's tokens, that share the most of the ids' beginning."""
+        wanted = np.asarray(ids, np.int32)
+        best, shared = ROOT, 0
+        for end, line in sorted(self._ends.items()):
+            count = _common(line, wanted)
+            if count > shared:
+                best, shared = end, count
+        while best != ROOT and self._begins[best] >= shared:
+            best = self._parent(best)
+        return best, shared
+
+    def _line(self, index: int) -> NDArray[np.int32]:
+        path: list[Step] = []
+        while index != ROOT and index not in self._ends:
+            path.append(self.steps[index])
+            index = self._parent(index)
+        line = self._ends[index] if index != ROOT else np.empty(0, np.int32)
+        for step in reversed(path):
+            line = np.concatenate([line[: step.shared], _own(step)])
+        return line
+
+    def _parent(self, index: int) -> int:
+        parent = self.steps[index].parent
+        return ROOT if parent is None else parent
+
+
+def _own(step: Step) -> NDArray[np.int32]:
+    return np.asarray((*step.prompt_ids, *step.sampled_ids), np.int32)
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    size = min(len(one), len(other))
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if len(different) else size

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from agentrl.workflow.checkpoints.sealed_folder import broken_error
+from agentrl.workflow.checkpoints import broken_error
 from agentrl.workflow.models.logprobs import causal_model
 from agentrl.workflow.models.policy import Policy
 
@@ -55,14 +55,3 @@ def load_critic(critic: nn.Linear, folder: Path) -> None:
             parameter.copy_(tensors[name])
     except (OSError, SafetensorError, KeyError) as error:
         raise broken_error(folder, f"{FILE} cannot be read: {error}") from error
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens: 1 for a perfect critic, 0 for one no better than the mean.
-
-    0 if all returns are equal.
-    """
-    chosen, expected = returns[mask], values[mask]
-    if len(chosen) < 2 or not float(chosen.var()):
-        return 0.0
-    return 1 - float((chosen - expected).var() / chosen.var())

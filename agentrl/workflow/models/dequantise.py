@@ -11,7 +11,7 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.workflow.checkpoints.sealed_folder import RECORD
+from agentrl.workflow.checkpoints import RECORD
 
 
 def dequantise(file: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentrl.workflow.checkpoints.sealed_folder import RECORD
+from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.settings import settings
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from agentrl.workflow.checkpoints.sealed_folder import RECORD, sha256_file
+from agentrl.workflow.checkpoints import RECORD, sha256_file
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.dataset_rows.sources import kind_of_source
 from agentrl.workflow.errors import ConflictError, ModelError

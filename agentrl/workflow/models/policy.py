@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from agentrl.workflow import checkpoints
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.checkpoints import checkpoint_cache
-from agentrl.workflow.checkpoints.sealed_folder import ADAPTER, MODEL, sha256_file, weights_of
+from agentrl.workflow.checkpoints import ADAPTER, MODEL, sha256_file, weights_of
 from agentrl.workflow.config import PROJECTIONS, ModelConfig
 from agentrl.workflow.errors import CheckpointError, ModelError
 from agentrl.workflow.models import loading
@@ -350,7 +350,7 @@ def _freeze(model: Any) -> Any:
 
 
 def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
-    return checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda folder: _read(checked_weights(folder, ref.sha256)))
+    return checkpoints.read(ref.path, ref.sha256, "weights", lambda folder: _read(checked_weights(folder, ref.sha256)))
 
 
 def checked_weights(folder: Path, sha256: str) -> Path:
@@ -410,5 +410,5 @@ def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str
     """
     policy = open_run_base(config, ref.base, ref.base_hash, manifest, device, threads)
     if ref.path:
-        checkpoint_cache.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
+        checkpoints.read(ref.path, ref.sha256, "weights", lambda at: policy.load_weights(checked_weights(at, ref.sha256)))
     return policy

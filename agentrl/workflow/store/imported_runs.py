@@ -4,25 +4,20 @@ Each task is a group, so that its episodes share a baseline. The run is over as 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import ConflictError
-from agentrl.workflow.store.agent_steps import CallStep, insert_calls
+from agentrl.workflow.store.agent_steps import insert_calls
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations
 from agentrl.workflow.store.planning import Submission, insert_submission, log
 from agentrl.workflow.store.rollout_claims import Fence, Outcome, end_episodes
-from agentrl.workflow.store.steps import CallRecord, SampledStep
 from agentrl.workflow.tables import schema
-from agentrl.workflow.trajectory import StopReason, Task
-
-if TYPE_CHECKING:
-    from agentrl.workflow.inference.traced_steps import TracedStep
+from agentrl.workflow.trajectory import StepRecord, StopReason, Task
 
 EXACT = "exact_tokens"
 """Where a run's manifest says whether its tokens and logprobs are its sampler's own."""
@@ -43,7 +38,7 @@ class ImportedEpisode:
 
     key: str
     task: Task
-    steps: "Sequence[TracedStep]"
+    steps: Sequence[StepRecord]
     rewards: Mapping[str, float]
     reward: float
     stop_reason: StopReason
@@ -102,18 +97,12 @@ def _write_group(
     return numbers
 
 
-def _record(number: int, episode: ImportedEpisode, made: "TracedStep", policy: int) -> CallStep:
-    step = made.step
-    calls = tuple(CallRecord(call, "none", None) for call in step.message.tool_calls)
-    return CallStep(
-        sampled=SampledStep(number, step, policy, made.text, calls),
-        request_id=f"import:{step.index}",
-        request_hash="",
-        asked={"trace": episode.key} if step.index == 0 else {},
-        tools=made.tools,
-        shared_messages=made.shared_messages,
-        shown=made.shown,
-    )
+def _record(number: int, episode: ImportedEpisode, made: StepRecord, policy: int) -> StepRecord:
+    """The record with its rows' numbers; the first of an episode keeps the name of its trace."""
+    request = made.request
+    if request is not None and made.step.index == 0:
+        request = replace(request, asked={"trace": episode.key})
+    return replace(made, episode=number, policy_id=policy, request=request)
 
 
 def _outcome(number: int, episode: ImportedEpisode) -> Outcome:

@@ -4,11 +4,25 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import NotFoundError
-from agentrl.workflow.trajectory import ROOT, WHOLE, Episode, Message, Step, Task, ToolCall, ToolResult, messages_of, storable
+from agentrl.workflow.trajectory import (
+    ROOT,
+    WHOLE,
+    CallRecord,
+    Episode,
+    Message,
+    Step,
+    StepRecord,
+    Task,
+    ToolCall,
+    ToolResult,
+    messages_of,
+    storable,
+)
 
 if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
@@ -45,6 +59,73 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
 
 SHARED = "shared"
 """The key of what stands in a step's prompt for its first messages where another line has them: how many of them it shares."""
+
+
+def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
+    """Return the row of a step in the table `steps`. `step_value` reads it back.
+
+    Args:
+        run: the name of its run.
+        attempt: its episode's attempt.
+        options: the row of what its request brought.
+    """
+    step, request, now = record.step, record.request, datetime.now(UTC)
+    answered = request is not None and bool(record.calls) and all(item.result for item in record.calls)
+    return {
+        "run": run,
+        "episode_id": record.episode,
+        "attempt": attempt,
+        "number": step.index,
+        "policy_id": record.policy_id,
+        "prompt": _prompt_rows(step, record.shared_messages),
+        "text": storable(record.text),
+        "content": storable(step.message.content),
+        "thought": storable(step.message.thought),
+        "new_row": step.new_row,
+        "chain": step.chain,
+        "parent_step": None if step.parent == ROOT else step.parent,
+        "shared_tokens": step.shared,
+        "request_id": request.id if request else None,
+        "request_hash": request.body_hash if request else None,
+        "delivered": step.delivered,
+        "asked": clean_tree(request.asked) or None if request else None,
+        "options_id": options,
+        "finish_reason": step.finish_reason,
+        "prompt_tokens": len(step.prompt_ids),
+        "sampled_tokens": len(step.sampled_ids),
+        "logprob_sum": sum(value for value in step.behavior_logprobs if not math.isnan(value)),  # an import may not know them
+        "generate_seconds": step.seconds,
+        "sampled_at": now,
+        "observed_at": now if answered else None,  # by an agent; the built-in loop observes in T2
+    }
+
+
+def token_row(step: Step) -> dict[str, bytes]:
+    """Return the row of a step's tokens."""
+    return {
+        "prompt_ids": pack("i", step.prompt_ids),
+        "sampled_ids": pack("i", step.sampled_ids),
+        "behavior_logprobs": pack("f", step.behavior_logprobs),
+    }
+
+
+def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
+    """Return the row of a step's call of that number and kind; only those of the kind `agent` are never sent."""
+    now = datetime.now(UTC)
+    return {
+        "call": number,
+        "kind": kind,
+        "tool": storable(item.call.name)[:128],
+        "arguments": clean_tree(dict(item.call.arguments)),
+        "loose": item.call.loose,
+        "effects": item.effects,
+        "status": "done" if item.result else "pending",
+        "sends": 0 if item.result or kind == "agent" else 1,
+        "result": storable(item.result.content) if item.result else None,
+        "error_class": item.result.error_class if item.result else None,
+        "created_at": now,
+        "finished_at": now if item.result else None,
+    }
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
@@ -90,7 +171,7 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
     return (*shared, *(message_value(message) for message in found[1:]))
 
 
-def prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
+def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
     """Return a step's prompt for its JSON column; the first `shared` messages are those of its parent step."""
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
@@ -116,14 +197,13 @@ def message_row(message: Message) -> dict[str, Any]:
     if message.thought:
         row["thought"] = storable(message.thought)
     if message.tool_calls:
-        row["tool_calls"] = [_made_call_row(call) for call in message.tool_calls]
+        row["tool_calls"] = [
+            {"name": storable(call.name), "arguments": clean_tree(call.arguments)}
+            | ({"loose": True} if call.loose else {})
+            | ({} if call.error is None else {"error": storable(call.error)})
+            for call in message.tool_calls
+        ]
     return row | {"name": message.name} if message.name else row
-
-
-def _made_call_row(call: ToolCall) -> dict[str, Any]:
-    row = {"name": storable(call.name), "arguments": clean_tree(call.arguments)}
-    row |= {"loose": True} if call.loose else {}
-    return row if call.error is None else row | {"error": storable(call.error)}
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:

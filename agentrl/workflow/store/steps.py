@@ -7,39 +7,18 @@ together. What judges an episode that is over is asked the same way, through row
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from math import isnan
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations, tools_annotations
-from agentrl.workflow.store.episode_loader import clean_tree, message_row, pack
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
+from agentrl.workflow.store.row_codecs import call_row, step_row, token_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
-from agentrl.workflow.trajectory import ROOT, Step, ToolCall, ToolResult, storable
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """One call of a step; `result` is there already where the call could not even be sent."""
-
-    call: ToolCall
-    effects: str
-    result: ToolResult | None
-
-
-@dataclass(frozen=True)
-class SampledStep:
-    """The record of one step in T1; `text` is the sampled text, readable."""
-
-    episode: int
-    step: Step
-    policy_id: int
-    text: str
-    calls: tuple[CallRecord, ...]
+from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +38,9 @@ THE_STEP = (
 )
 _STEP_ID = select(_STEPS.id).where(THE_STEP).scalar_subquery()
 _NEW_STEP = PreparedStatement(schema.steps.insert().inline())
-NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
-NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
-COUNT_STEP = PreparedStatement(
+_NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
+_NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
+_COUNT_STEP = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
     .values(
@@ -84,7 +63,7 @@ _CALLS_OF_GROUP = PreparedStatement(
 
 
 @transaction
-def commit_sampled(tx: Connection, fence: Fence, records: Sequence[SampledStep]) -> list[list[int]]:
+def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
     """T1: the steps as they were sampled, at most one per episode, one pending row per tool call.
 
     Returns the ids of each step's calls. A step that is there already (the commit's answer was lost) is left as it is.
@@ -95,42 +74,26 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[SampledStep])
     held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
     if fresh:
-        _NEW_STEP.run(tx, *(step_row(record, held) for record in fresh))
-        NEW_TOKENS.run(tx, *(token_row(record, held) for record in fresh))
-        COUNT_STEP.run(tx, *(step_counts(record) for record in fresh))
-    calls = [row for record in fresh for row in _call_rows(record, held)]
-    if calls:
-        NEW_CALL.run(tx, *calls)
+        insert_steps(tx, fresh, held)
     return _load_call_ids(tx, fence, records)
 
 
-def step_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
-    """Return the row of a sampled step."""
-    step = record.step
-    return {
-        "run": held.run,
-        "episode_id": record.episode,
-        "attempt": held.attempts[record.episode],
-        "number": step.index,
-        "policy_id": record.policy_id,
-        "prompt": [message_row(message) for message in step.prompt],
-        "text": storable(record.text),
-        "content": storable(step.message.content),
-        "thought": storable(step.message.thought),
-        "new_row": step.new_row,
-        "chain": step.chain,
-        "parent_step": None if step.parent == ROOT else step.parent,
-        "shared_tokens": step.shared,
-        "delivered": step.delivered,
-        "finish_reason": step.finish_reason,
-        "prompt_tokens": len(step.prompt_ids),
-        "sampled_tokens": len(step.sampled_ids),
-        "logprob_sum": sum(
-            value for value in step.behavior_logprobs if not isnan(value)
-        ),  # those of an import may not be known
-        "generate_seconds": step.seconds,
-        "sampled_at": datetime.now(UTC),
-    }
+def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
+    """Write the rows of sampled steps, of their tokens and of their calls, and count them in their episodes.
+
+    Args:
+        options: the row of what their requests brought.
+    """
+    _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
+    _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
+    _COUNT_STEP.run(tx, *(_step_counts(record) for record in records))
+    calls = [
+        _call_row(item, record.episode, record.step.index, number, held, "call" if record.request is None else "agent")
+        for record in records
+        for number, item in enumerate(record.calls)
+    ]
+    if calls:
+        _NEW_CALL.run(tx, *calls)
 
 
 def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
@@ -138,47 +101,13 @@ def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
-def token_row(record: SampledStep, held: HeldEpisodes) -> dict[str, Any]:
-    """Return the row of a sampled step's tokens."""
-    step = record.step
-    return {
-        **step_key(record.episode, step.index, held),
-        "prompt_ids": pack("i", step.prompt_ids),
-        "sampled_ids": pack("i", step.sampled_ids),
-        "behavior_logprobs": pack("f", step.behavior_logprobs),
-    }
+def _call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str) -> dict[str, Any]:
+    names = {"run": held.run, "episode_id": episode, "attempt": held.attempts[episode], "step": step}
+    return step_key(episode, step, held) | names | call_row(item, number, kind)
 
 
-def _call_rows(record: SampledStep, held: HeldEpisodes) -> list[dict[str, Any]]:
-    return [call_row(item, record.episode, record.step.index, number, held) for number, item in enumerate(record.calls)]
-
-
-def call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str = "call") -> dict[str, Any]:
-    """Return the row of a step's call of that number and kind."""
-    now = datetime.now(UTC)
-    return {
-        **step_key(episode, step, held),
-        "run": held.run,
-        "episode_id": episode,
-        "attempt": held.attempts[episode],
-        "step": step,
-        "call": number,
-        "kind": kind,
-        "tool": storable(item.call.name)[:128],
-        "arguments": clean_tree(dict(item.call.arguments)),
-        "loose": item.call.loose,
-        "effects": item.effects,
-        "status": "done" if item.result else "pending",
-        "sends": 0 if item.result else 1,
-        "result": storable(item.result.content) if item.result else None,
-        "error_class": item.result.error_class if item.result else None,
-        "created_at": now,
-        "finished_at": now if item.result else None,
-    }
-
-
-def step_counts(record: SampledStep) -> dict[str, Any]:
-    """Return what a sampled step adds to its episode (`COUNT_STEP`)."""
+def _step_counts(record: StepRecord) -> dict[str, Any]:
+    """What a sampled step adds to its episode."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -189,7 +118,7 @@ def step_counts(record: SampledStep) -> dict[str, Any]:
     }
 
 
-def _load_call_ids(tx: Connection, fence: Fence, records: Sequence[SampledStep]) -> list[list[int]]:
+def _load_call_ids(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
     steps = [record.step.index for record in records if record.calls]
     found: dict[tuple[int, int], list[int]] = {}
     if steps:
@@ -277,7 +206,7 @@ def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -
     fresh = [judge for judge in one.questions if judge not in known]
     if fresh:
         numbered = enumerate(fresh, start=len(rows))
-        NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
+        _NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
         rows = tx.execute(_ROWS_OF_STEP, key).all()
     ids = {row.tool: row.id for row in rows if row.kind == "grade"}
     return [ids[judge] for judge in one.questions]
@@ -285,7 +214,7 @@ def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -
 
 def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisodes) -> dict[str, Any]:
     asked = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
-    return call_row(asked, one.episode, one.step, number, held, "grade")
+    return _call_row(asked, one.episode, one.step, number, held, "grade")
 
 
 @transaction

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from agentrl.workflow.checkpoints.sealed_folder import RECORD, write_error
+from agentrl.workflow.checkpoints import RECORD, write_error
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models import loading

@@ -23,10 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from agentrl.workflow.checkpoints import sealed_folder
+from agentrl.workflow import checkpoints
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
-from agentrl.workflow.training.loss_scale import LossScale
-from agentrl.workflow.training.optimizer import optimizer_state, set_optimizer_state
+from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
@@ -87,8 +86,8 @@ class Resumable:
         if not self._folder.exists():
             return 0
         try:
-            weights = load_file(self._folder / sealed_folder.WEIGHTS)
-            state = load_file(self._folder / sealed_folder.OPTIMIZER)
+            weights = load_file(self._folder / checkpoints.WEIGHTS)
+            state = load_file(self._folder / checkpoints.OPTIMIZER)
         except (OSError, SafetensorError) as error:
             raise _unusable(self._folder) from error
         if {name: p.shape for name, p in parameters.items()} != {name: tensor.shape for name, tensor in weights.items()}:
@@ -124,15 +123,15 @@ class Resumable:
 
         def writer(folder: Path) -> None:
             tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in parameters.items()}
-            save_file(tensors, folder / sealed_folder.WEIGHTS)
-            save_file(optimizer_state(optimizer, parameters), folder / sealed_folder.OPTIMIZER)
+            save_file(tensors, folder / checkpoints.WEIGHTS)
+            save_file(optimizer_state(optimizer, parameters), folder / checkpoints.OPTIMIZER)
             progress = {"key": self._key, "done": done, "steps": steps}
             progress |= {"loss_scale": loss_scale.state} if loss_scale.is_used else {}
             progress |= {"clock": self._clock.isoformat()} if self._clock else {}
-            (folder / sealed_folder.STATE).write_text(json.dumps(progress))
+            (folder / checkpoints.STATE).write_text(json.dumps(progress))
 
         began = time.monotonic()
-        sealed_folder.write(self._folder, writer, AGAIN_HINT)
+        checkpoints.write(str(self._folder), writer, AGAIN_HINT)
         self._written = time.monotonic()
         self._wait = max(MIN_SECONDS_APART, MAX_TIME_SHARE * (self._written - began))
 
@@ -161,7 +160,7 @@ def open_resumable(
     place = _place(target)
     with _lock_folder(place, target):
         last = place / LAST
-        sealed_folder.repair_folder(last)
+        checkpoints.repair_folder(last)
         resumable = Resumable(last, key, every, clock)
         try:
             _check(last, key, target)
@@ -205,7 +204,7 @@ def read_progress(folder: Path) -> tuple[str, int, int]:
 
 
 def _read_state(folder: Path) -> Any:
-    with (folder / sealed_folder.STATE).open("rb") as file:
+    with (folder / checkpoints.STATE).open("rb") as file:
         return json.loads(file.read(MAX_STATE))
 
 
@@ -214,7 +213,7 @@ def _check(last: Path, key: str, target: Path) -> None:
     if not last.exists():
         return
     try:
-        sealed_folder.verify(last)
+        checkpoints.verify(last)
     except BrokenCheckpoint as error:
         raise _unusable(last) from error
     recorded_key, done, steps = read_progress(last)
@@ -236,7 +235,7 @@ def _lock_folder(place: Path, target: Path) -> Iterator[None]:
         place.mkdir(parents=True, exist_ok=True)
         lock = os.open(place, os.O_RDONLY)
     except OSError as error:
-        raise sealed_folder.write_error(place, error, AGAIN_HINT) from error
+        raise checkpoints.write_error(place, error, AGAIN_HINT) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # other than that somebody has it: a file system without locks keeps nobody out

@@ -25,11 +25,10 @@ from agentrl.workflow.models.logprobs import keeps_apart, line_logprobs, token_l
 from agentrl.workflow.models.parameters import Parameters, count_parameters
 from agentrl.workflow.models.policy import Policy, open_with_weights
 from agentrl.workflow.training import packing
-from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.merging import merge_weights, write_model
 from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
 from agentrl.workflow.training.oom_backoff import OomBackoff
-from agentrl.workflow.training.optimizer import make_optimizer, take_step
+from agentrl.workflow.training.optimizer import LossScale, make_optimizer, take_step
 from agentrl.workflow.training.reports import Metrics, add_up
 from agentrl.workflow.training.row_scorer import seed_dropout
 from agentrl.workflow.training.training_rows import Row, collate, rows_of, size

@@ -1,19 +1,35 @@
-"""The optimizers, and their state as named tensors for a checkpoint."""
+"""What moves the weights in an update: the optimizers, with their state as named tensors for a checkpoint; the schedules of
+the learning rate and of the KL's weight; the factor of the loss where a model computes in float16.
 
-from collections.abc import Mapping
+The learning rate follows from the iteration's number alone, so that a resumed run goes on with the one it would have had.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.workflow.config import AlgorithmConfig, UpdateConfig
 from agentrl.workflow.errors import CheckpointError, ConfigError, InfraError
 from agentrl.workflow.installation import install_command
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
+from agentrl.workflow.trainers import full_float16_error
 
 BETAS = (0.9, 0.999)
 NO_ROOM = "Train LoRA (model.lora_r=8), or keep the moments in 8 bits: update.optimizer=adamw_8bit."
 QUANTISED_ELEMENTS = 4096
 """The fewest elements of a parameter whose moments bitsandbytes keeps in 8 bits."""
+MAX_ERROR = 0.2
+"""The KL's distance from its target counts as at most this share of it."""
+
+KL_HORIZON = 10_000
+"""The default number of episodes in which kl_coef grows by at most a fifth."""
+INITIAL_FACTOR = 2.0**16
+MAX_FACTOR = 2.0**24
+GROWTH_STEPS = 200
+"""The factor is doubled after this many steps without an overflow."""
 
 
 def make_optimizer(
@@ -151,3 +167,80 @@ def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state
             blocks = (-(-parameter.numel() // 256),)
             wanted |= {"qmap1": (256,), "qmap2": (256,), "absmax1": blocks, "absmax2": blocks}
     return {moment: tuple(tensor.shape) for moment, tensor in state.items()} == wanted
+
+
+def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:
+    """Return share of the learning rate in an iteration, counted from 0: up over `warmup` of them, then down to 0 after the
+    last.
+
+    The decay is as long as what is left after the warm-up; the first iteration after it has the whole rate.
+    """
+    if iteration < options.warmup:
+        return (iteration + 1) / (options.warmup + 1)
+    if options.decay == "none":
+        return 1.0
+    gone = (iteration - options.warmup) / max(1, iterations - options.warmup)
+    return max(0.0, 1 - gone) if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, gone)))
+
+
+def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig) -> float:
+    """Return the weight of the KL after an update in which the KL to the reference was `kl`, in nats per token.
+
+    coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon); without a target it stays.
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
+    """
+    if options.kl_target is None:
+        return coef
+    error = max(-MAX_ERROR, min(MAX_ERROR, kl / options.kl_target - 1))
+    return coef * (1 + error * episodes / (options.kl_horizon or KL_HORIZON))
+
+
+class LossScale:
+    """A power of two that multiplies the loss and is divided out of the gradients; 1 unless `module` has float16 weights.
+
+    The gradient that one token of many sends back is below float16's smallest number, 2**-24, and would become 0. A power of
+    two changes no bit of a gradient that neither under- nor overflows. One that overflows is computed again with half of it;
+    in the paper (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740) that step is lost.
+
+    Raises:
+        ConfigError: the trainable weights themselves are float16, which has too few bits for their steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in parameters):
+            raise full_float16_error()
+        self.is_used = any(parameter.dtype == torch.float16 for parameter in parameters)
+        self.factor = INITIAL_FACTOR if self.is_used else 1.0
+        self.good_steps = 0
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide the gradients by the factor."""
+        if self.is_used:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self.factor)
+
+    def must_repeat(self, loss: float, norm: float) -> bool:
+        """Record the loss and the gradient's norm of a backward pass; return whether to repeat it with a smaller factor."""
+        if not self.is_used:
+            return False
+        if math.isfinite(norm):
+            self.good_steps += 1
+            if self.good_steps >= GROWTH_STEPS and self.factor < MAX_FACTOR:
+                self.factor, self.good_steps = 2 * self.factor, 0
+            return False
+        if not math.isfinite(loss) or self.factor == 1:  # no factor mends that
+            return False
+        self.factor, self.good_steps = self.factor / 2, 0
+        return True
+
+    @property
+    def state(self) -> tuple[float, int]:
+        """The state for a checkpoint, so that a resumed training scales like an uninterrupted one."""
+        return self.factor, self.good_steps
+
+    @state.setter
+    def state(self, state: tuple[float, int]) -> None:
+        factor, good_steps = state  # from a file: a TypeError or ValueError where it is not as it was written
+        self.factor, self.good_steps = float(factor), int(good_steps)

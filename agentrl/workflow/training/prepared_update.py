@@ -1,6 +1,7 @@
 """An update before its first step: constants of its tokens, and the rows of each step. See `training.trainer`."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 
@@ -9,16 +10,14 @@ from torch import Tensor, nn
 
 from agentrl.workflow.algorithms import find_gradient, resolve_options
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.models.critic import explained_variance
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT
 from agentrl.workflow.training.advantages import Advantages, Credit
 from agentrl.workflow.training.losses import KL, Normaliser
-from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, idle_reasons, select_groups
+from agentrl.workflow.training.reports import Metrics, Update
 from agentrl.workflow.training.row_scorer import RowScorer
-from agentrl.workflow.training.token_layout import TokenLayout, pad
-from agentrl.workflow.training.training_rows import Row
+from agentrl.workflow.training.training_rows import Row, TokenLayout, pad
 from agentrl.workflow.trajectory import TRUNCATED, Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})
@@ -87,6 +86,31 @@ class PreparedUpdate:
     dropped: Mapping[int, str]
 
 
+def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
+    """Return the groups with their trainable episodes only, and why others are dropped, by slot.
+
+    A group-relative algorithm needs 2 finished episodes in a group, any other 1.
+    """
+    kept, dropped = [], {}
+    for group in groups:
+        done = tuple(episode for episode in group.episodes if episode.trainable)
+        if len(done) >= (2 if needs_group else 1):
+            kept.append(Group(group.task, done, group.slot))
+        else:
+            dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
+    return kept, dropped
+
+
+def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
+    """Return each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
+    found = {}
+    for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
+        values = line[:length]
+        alike = length and bool((values == values[0]).all())
+        found[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
+    return found
+
+
 class UpdatePreparation:
     """Preparation of an update: choose its rows, compute what is needed before the first step, and assign advantages.
 
@@ -123,7 +147,7 @@ class UpdatePreparation:
         advantages = episode_advantages(credited, tokens)
         if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
             return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
-        dropped |= idle_reasons(usable_groups, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
+        dropped |= _idle_reasons(usable_groups, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
         minibatches = self._minibatches(tokens, idle, constants.advantages)
         if not minibatches:
             reason = DIFFERENT if strayed else "no advantage differs from 0"
@@ -191,3 +215,25 @@ class UpdatePreparation:
         if constants.reference is None and self._options.kl_coef > 0:
             constants = replace(constants, reference=self._scorer.read_constants(tokens, used, self._policy.reference)[0])
         return constants
+
+
+def _idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[int, str]:
+    """By slot, how many of the group's episodes do not train and why; the episodes of all groups are counted through."""
+    slots = [group.slot for group in groups for _ in group.episodes]
+    reasons: dict[int, str] = {}
+    for reason, numbers in idle.items():
+        for slot, count in Counter(slots[number] for number in numbers).items():
+            text = f"{count} of {slots.count(slot)} episodes: {reason}"
+            reasons[slot] = f"{reasons[slot]}; {text}" if slot in reasons else text
+    return reasons
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Return 1 - Var(returns - values) / Var(returns) over the tokens.
+
+    It is 1 for a perfect critic, and 0 for one no better than the mean or if all returns are equal.
+    """
+    chosen, expected = returns[mask], values[mask]
+    if len(chosen) < 2 or not float(chosen.var()):
+        return 0.0
+    return 1 - float((chosen - expected).var() / chosen.var())

@@ -1,14 +1,9 @@
-"""Reports of updates: pure functions of groups, advantages and metrics."""
+"""The report of an update, and sums of metrics."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
-
-from agentrl.workflow.training.advantages import Advantages
-from agentrl.workflow.training.token_layout import TokenLayout
-from agentrl.workflow.trajectory import Group
 
 Metrics = Mapping[str, float]
 
@@ -64,42 +59,6 @@ class UpdatePreview:
     blank: tuple[str, ...] = ()
 
 
-def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups with their trainable episodes only, and why others are dropped, by slot.
-
-    A group-relative algorithm needs 2 finished episodes in a group, any other 1.
-    """
-    usable_groups, dropped = [], {}
-    for group in groups:
-        done = tuple(episode for episode in group.episodes if episode.trainable)
-        if len(done) >= (2 if needs_group else 1):
-            usable_groups.append(Group(group.task, done, group.slot))
-        else:
-            dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
-    return usable_groups, dropped
-
-
-def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
-    """Return each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
-    advantages = {}
-    for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
-        values = line[:length]
-        alike = length and bool((values == values[0]).all())
-        advantages[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
-    return advantages
-
-
-def idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[int, str]:
-    """By slot, how many of the group's episodes do not train and why; the episodes of all groups are counted through."""
-    slots = [group.slot for group in groups for _ in group.episodes]
-    reasons: dict[int, str] = {}
-    for reason, numbers in idle.items():
-        for slot, count in Counter(slots[number] for number in numbers).items():
-            text = f"{count} of {slots.count(slot)} episodes: {reason}"
-            reasons[slot] = f"{reasons[slot]}; {text}" if slot in reasons else text
-    return reasons
-
-
 def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
     """Return the sums of the parts by name; of what is called `_max` the greatest."""
     sums: dict[str, float] = {}
@@ -107,16 +66,3 @@ def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
         for name, value in part.items():
             sums[name] = max(sums.get(name, 0.0), value) if name.endswith("_max") else sums.get(name, 0.0) + value
     return sums
-
-
-def combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
-    """Return the steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a
-    pass.
-    """
-    tokens = sum(step["tokens"] for step in steps)
-    combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
-    return combined | {
-        "sampler_difference_max": max(step["sampler_difference_max"] for step in steps),
-        "tokens": tokens,
-        "rows": sum(step["rows"] for step in steps),
-    }

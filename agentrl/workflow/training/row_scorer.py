@@ -17,8 +17,7 @@ from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS, microbatc
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import k3
 from agentrl.workflow.training.oom_backoff import OomBackoff
-from agentrl.workflow.training.token_layout import TokenLayout
-from agentrl.workflow.training.training_rows import Microbatch, Row, collate, microbatches, size
+from agentrl.workflow.training.training_rows import Microbatch, Row, TokenLayout, collate, microbatches, size
 from agentrl.workflow.training.update_cost import UpdateCost
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."

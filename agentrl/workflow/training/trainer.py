@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from agentrl.workflow import checkpoints
 from agentrl.workflow.algorithms import find_gradient, resolve_options
-from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.models import exported_files
@@ -29,13 +29,20 @@ from agentrl.workflow.models.logprobs import checkpointing
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
-from agentrl.workflow.training.loss_scale import LossScale
 from agentrl.workflow.training.losses import Normaliser
-from agentrl.workflow.training.optimizer import BETAS, make_optimizer, optimizer_state, set_optimizer_state, take_step
+from agentrl.workflow.training.optimizer import (
+    BETAS,
+    LossScale,
+    learning_rate_share,
+    make_optimizer,
+    next_kl_coef,
+    optimizer_state,
+    set_optimizer_state,
+    take_step,
+)
 from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate, UpdatePreparation
-from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up, combine_metrics
+from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
-from agentrl.workflow.training.schedules import learning_rate_share, next_kl_coef
 from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
@@ -56,6 +63,19 @@ def require_finite(loss: float, norm: float) -> None:
     """Raise NotFinite where the loss or the gradient's norm is no finite number."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
+
+
+def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
+    """Return the steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a
+    pass.
+    """
+    tokens = sum(step["tokens"] for step in steps)
+    combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
+    return combined | {
+        "sampler_difference_max": max(step["sampler_difference_max"] for step in steps),
+        "tokens": tokens,
+        "rows": sum(step["rows"] for step in steps),
+    }
 
 
 def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
@@ -116,7 +136,7 @@ class Trainer:
         self.iteration = iteration
         self.updates += 1
         steps = [{**step, **prepared.beside} for step in steps]
-        metrics = {**combine_metrics(steps), **prepared.whole}
+        metrics = {**_combine_metrics(steps), **prepared.whole}
         self.kl_coef = next_kl_coef(self.kl_coef, metrics.get("kl", 0.0), len(prepared.tokens.episodes), self._options)
         seconds = time.perf_counter() - started
         return Update(
@@ -272,17 +292,17 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write all that the next update reads, and the files of a model; the writer for `checkpoint.write`."""
+        """Write all that the next update reads, and the files of a model; the writer for `checkpoints.write`."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
-            save_file(optimizer_state(self._optimizer, self._parameters), folder / sealed_folder.OPTIMIZER)
+            save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)
             if self._critic is not None:
                 save_critic(self._critic, folder)
         state: dict[str, Any] = {"iteration": self.iteration, "updates": self.updates, "kl_coef": self.kl_coef}
         state |= {"loss_scale": self._loss_scale.state} if self._loss_scale.is_used else {}
-        (folder / sealed_folder.STATE).write_text(json.dumps(state))
+        (folder / checkpoints.STATE).write_text(json.dumps(state))
         self._plain = self._plain or exported_files.make_files(self._policy, folder)
-        sealed_folder.link_shared(folder, self._plain)
+        checkpoints.link_shared(folder, self._plain)
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
@@ -291,14 +311,11 @@ class Trainer:
         Raises:
             CheckpointError: a file is missing, altered or of another model.
         """
-        if folder is None:
-            self._policy.load_weights(None)
-            self._start_fresh()
-            return
-        sealed_folder.verify(folder, without=(sealed_folder.OPTIMIZER,) if fresh else (), shared=False)
-        self._policy.load_weights(sealed_folder.weights_of(folder))
+        if folder is not None:
+            checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
+        self._policy.load_weights(None if folder is None else checkpoints.weights_of(folder))
         self._start_fresh()
-        if fresh:
+        if folder is None or fresh:
             return
         if self._critic is not None:
             load_critic(self._critic, folder)
@@ -309,21 +326,21 @@ class Trainer:
 
         What it has nothing for is fresh: a critic, moments.
         """
-        there = [name for name in (FILE, sealed_folder.OPTIMIZER) if (folder / name).is_file()]
-        sealed_folder.verify(folder, without={sealed_folder.OPTIMIZER}.difference(there), shared=False)
-        self._policy.load_weights(sealed_folder.weights_of(folder))
+        there = [name for name in (FILE, checkpoints.OPTIMIZER) if (folder / name).is_file()]
+        checkpoints.verify(folder, without={checkpoints.OPTIMIZER}.difference(there), shared=False)
+        self._policy.load_weights(checkpoints.weights_of(folder))
         self._start_fresh()
         if self._critic is not None and FILE in there:
             load_critic(self._critic, folder)
         self._load_optimizer(folder, partly=True)
 
     def _load_optimizer(self, folder: Path, partly: bool = False) -> None:
-        file = folder / sealed_folder.OPTIMIZER
+        file = folder / checkpoints.OPTIMIZER
         try:
             tensors = load_file(file) if file.is_file() or not partly else {}
             own_tensors = {name: tensor for name, tensor in tensors.items() if name.rpartition(":")[0] in self._parameters}
             set_optimizer_state(self._optimizer, self._parameters, own_tensors if partly else tensors)
-            state = json.loads((folder / sealed_folder.STATE).read_text())
+            state = json.loads((folder / checkpoints.STATE).read_text())
             self.iteration = int(state["iteration"])
             self.updates = int(state["updates"])
             if self._options.kl_target is not None:  # else it is the config's
@@ -331,7 +348,7 @@ class Trainer:
             if self._loss_scale.is_used and "loss_scale" in state:
                 self._loss_scale.state = state["loss_scale"]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise sealed_folder.broken_error(folder, f"the optimizer's state cannot be read: {error}") from error
+            raise checkpoints.broken_error(folder, f"the optimizer's state cannot be read: {error}") from error
 
     def _start_fresh(self) -> None:
         self._critic = make_critic(self._policy) if self._algorithm.critic else None

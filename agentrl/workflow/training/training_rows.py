@@ -1,16 +1,22 @@
 """Episodes -> tensors. One training row per chain, padded on the right, grouped by length or beginning.
 
-An episode is one row, unless it has several chains (`workflow.chains`): because its template could not be continued, or because
-an agent began another conversation. Each begins with what it shares with another, which trains there, and has its episode's
-advantage. Positions of all tensors are those of `input_ids`; what is said of a token at t is predicted from the tokens before
-t, so a logprob tensor of shape (B, T - 1) goes with `[:, 1:]` of these.
+An episode is one row, unless it has several chains (`workflow.token_chains`): because its template could not be continued, or
+because an agent began another conversation. Each begins with what it shares with another, which trains there, and has its
+episode's advantage. Positions of all tensors are those of `input_ids`; what is said of a token at t is predicted from the
+tokens before t, so a logprob tensor of shape (B, T - 1) goes with `[:, 1:]` of these.
 
 The rows of a group begin with the same prompt. Where it saves work, a microbatch holds it once, and its lines begin with the
 last token before what trains.
+
+What is known of the trained tokens lies flat, (tokens,), row after row (`TokenLayout`). Credit sees it by episode, (N, T), an
+episode's tokens one after another; the model on the lines of a microbatch, (B, T - 1), among others: prompts, what tools said,
+what a fork has from its parent. A mask says where they are in either view: `pad(values, mask)` lays them out, `padded[mask]` is
+flat again.
 """
 
+import math
 from collections import Counter
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,10 +24,11 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from agentrl.workflow.errors import StateError
+from agentrl.workflow.errors import RewardError, StateError
 from agentrl.workflow.models.logprobs import Prefixes
 from agentrl.workflow.token_chains import as_read, chains_of, context_of, reasons_not_to_train
-from agentrl.workflow.trajectory import Episode, Step
+from agentrl.workflow.training.advantages import TokenRewards
+from agentrl.workflow.trajectory import Episode, Group, Step
 
 PAD_ID = 0
 """The id that fills a row's end; the attention mask hides it, so any id of the vocabulary will do."""
@@ -95,7 +102,7 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     for number, (episode, _) in enumerate(map(as_read, episodes)):
         idle = reasons_not_to_train(episode)
         rows += (
-            _row(number, index, episode, steps, idle)
+            _row(number, index, context_of(episode, steps[0]), steps, idle)
             for index, steps in enumerate(chains_of(episode))
             if any(step.index not in idle and step.sampled_ids for step in steps)
         )
@@ -148,9 +155,10 @@ def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool
     )
 
 
-def _row(episode: int, index: int, of: Episode, steps: Sequence[Step], idle: Container[int]) -> Row:
-    """The row of a chain; the steps whose indices are `idle` do not train."""
-    before = context_of(of, steps[0])
+def _row(
+    episode: int, index: int, before: Sequence[tuple[int, float | None]], steps: Sequence[Step], idle: Container[int]
+) -> Row:
+    """The row of a chain after the tokens `before` it; the steps whose indices are `idle` do not train."""
     ids = [token for token, _ in before]
     mask = [logprob is not None for _, logprob in before]
     trains = [False] * len(before)
@@ -221,3 +229,112 @@ def _tensor(lines: Sequence[Sequence[float] | NDArray[np.float64]], dtype: DType
     for target, line in zip(whole, lines, strict=True):
         target[: len(line)] = line
     return torch.from_numpy(whole).to(device)
+
+
+def pad(values: Tensor, mask: Tensor) -> Tensor:
+    """Lays flat values (tokens,) out where the mask is True; 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """The order of the trained tokens of some episodes.
+
+    Args:
+        episodes: N of them, the rows' `episode` counts through them.
+        rows: all their rows in which something trains.
+        lengths: (N,), trained tokens of each.
+        by_row: the flat places of each row's trained tokens, by `Row.key`.
+    """
+
+    episodes: Sequence[Episode]
+    rows: Sequence[Row]
+    lengths: Tensor
+    by_row: Mapping[tuple[int, int], Tensor]
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
+        """Return the layout of these episodes' training rows, as they were read."""
+        episodes = [as_read(episode)[0] for episode in episodes]
+        rows = rows_of(episodes)
+        counts = [sum(row.loss_mask) for row in rows]
+        lengths = torch.zeros(len(episodes), dtype=torch.long)
+        for row, count in zip(rows, counts, strict=True):
+            lengths[row.episode] += count
+        places = torch.split(torch.arange(sum(counts)), counts)
+        return cls(episodes, rows, lengths, dict(zip((row.key for row in rows), places, strict=True)))
+
+    @property
+    def mask(self) -> Tensor:
+        """Return (N, T), True where there is a token."""
+        return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
+
+    def by_episode(self, values: Tensor) -> Tensor:
+        """Return flat values as credit sees them, (N, T) float64."""
+        return pad(values.double().cpu(), self.mask)
+
+    def places(self, rows: Sequence[Row]) -> Tensor:
+        """Return the flat places of these rows' trained tokens, in the order of the rows."""
+        return torch.cat([self.by_row[row.key] for row in rows])
+
+    def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
+        """Return flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
+        return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
+
+    def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
+        """Return the earnings of each token.
+
+        Args:
+            groups: those of the episodes, in their order.
+            penalty: (N, T), taken off the rewards.
+            values: (N, T), the critic's.
+
+        Raises:
+            RewardError: an episode's reward is missing, or no finite number.
+            StateError: an episode is empty.
+        """
+        rewards = torch.zeros(self.mask.shape, dtype=torch.float64)
+        turns, chains = (torch.zeros(self.mask.shape, dtype=torch.long) for _ in range(2))
+        for number, episode in enumerate(self.episodes):
+            _check(episode)
+            _fill_rewards(episode, rewards[number], turns[number], chains[number])
+        of = torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes])
+        outcomes = torch.tensor([episode.reward for episode in self.episodes], dtype=torch.float64)
+        if penalty is not None:
+            rewards, outcomes = rewards - penalty, outcomes - (penalty * self.mask).sum(-1)
+        return TokenRewards(rewards, self.mask, turns, of, values, outcomes, chains)
+
+
+def _check(episode: Episode) -> None:
+    """Makes sure that an episode can be credited.
+
+    Raises:
+        RewardError: its reward, or that of one of its steps, is missing or no finite number.
+        StateError: it has no step.
+    """
+    if not episode.steps:
+        raise StateError(f"Episode {episode.id} is done and has no step.")
+    rewards = [episode.reward, *(step.reward for step in episode.steps)]
+    if not all(reward is not None and math.isfinite(reward) for reward in rewards):
+        raise RewardError(f"Episode {episode.id} has a reward that cannot be credited: {', '.join(map(str, rewards))}.")
+
+
+def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:
+    """A step's reward goes to its last token; the last one of each chain also gets what the episode earned after it.
+
+    That is what no step earned, which all chains share, and what later steps of other chains earned: to a chain the rest of its
+    episode is the future. What a fork's inherited steps earned is none of its own tokens'.
+    """
+    end, rest = 0, float(episode.reward or 0.0) - sum(step.reward for step in episode.steps)
+    idle = reasons_not_to_train(episode)
+    last: dict[int, tuple[int, int]] = {}  # a chain's number -> its last token and step
+    for step in (step for steps in chains_of(episode) for step in steps):
+        if step.index in idle or not step.sampled_ids:
+            continue
+        start, end = end, end + len(step.sampled_ids)
+        turns[start:end], chains[start:end] = step.index, step.chain
+        rewards[end - 1] += step.reward
+        last[step.chain] = end - 1, step.index
+    for chain, (token, index) in last.items():
+        later = sum(step.reward for step in episode.steps if step.index > index and step.chain != chain)
+        rewards[token] += rest + later

@@ -34,10 +34,10 @@ from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.training.advantages import Credit
-from agentrl.workflow.training.reports import Metrics, Update, episode_advantages, select_groups
-from agentrl.workflow.training.token_layout import TokenLayout
+from agentrl.workflow.training.prepared_update import episode_advantages, select_groups
+from agentrl.workflow.training.reports import Metrics, Update
 from agentrl.workflow.training.trainer import NotFinite, Trainer, require_finite
-from agentrl.workflow.training.training_rows import Row, rows_of
+from agentrl.workflow.training.training_rows import Row, TokenLayout, rows_of
 from agentrl.workflow.training.trl_options import check_trl, grpo_options, require_trl
 from agentrl.workflow.trajectory import Group
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.workers.requests.submit import submission_of
-from agentrl.workflow.checkpoints import checkpoint_cache, object_store
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.checkpoints.sealed_folder import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConfigError, ServiceError
@@ -60,14 +61,14 @@ def writer_of(content: bytes) -> Callable[[Path], None]:
 def written(place: str, content: bytes = b"weights" * 100, name: str = NAME) -> tuple[str, str]:
     """A checkpoint at the URL that no copy on this host knows of: its path and sha256."""
     path = f"{place}/{name}"
-    sha256 = checkpoint_cache.write(path, writer_of(content))
+    sha256 = checkpoints.write(path, writer_of(content))
     forget(path)
     return path, sha256
 
 
 def forget(path: str) -> None:
     """As if this were another host."""
-    shutil.rmtree(checkpoint_cache.copy_of(path), ignore_errors=True)
+    shutil.rmtree(object_store.copy_of(path), ignore_errors=True)
 
 
 def spoil(path: str, name: str, content: bytes, tmp_path: Path) -> None:
@@ -78,9 +79,10 @@ def spoil(path: str, name: str, content: bytes, tmp_path: Path) -> None:
 
 ELSEWHERE = """
 import sys
-from agentrl.workflow.checkpoints import checkpoint_cache
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import object_store
 print("ready", flush=True)
-print(checkpoint_cache.local_part(sys.argv[1], sys.argv[2]))
+print(checkpoints.local_part(sys.argv[1], sys.argv[2]))
 """
 
 
@@ -92,17 +94,17 @@ def process(path: str, sha256: str) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> None:
     path, sha256 = written(place)
-    folder = checkpoint_cache.local_part(path, sha256)
+    folder = checkpoints.local_part(path, sha256)
     assert sorted(file.name for file in folder.iterdir()) == [MANIFEST, WEIGHTS]
-    assert checkpoint_cache.local_part(path, sha256, "start") == folder
+    assert checkpoints.local_part(path, sha256, "start") == folder
     assert verify(folder, without=(OPTIMIZER,))[WEIGHTS].sha256 == sha256
     assert not (folder / OPTIMIZER).exists()
-    assert set(verify(checkpoint_cache.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
+    assert set(verify(checkpoints.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
 
 
 @pytest.mark.slow
 def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path, s3: S3) -> None:
-    checkpoint_cache.write(f"{bucket}/{NAME}", writer_of(b"weights"))
+    checkpoints.write(f"{bucket}/{NAME}", writer_of(b"weights"))
     key = bucket.removeprefix(f"s3://{BUCKET}")
     puts = [line.split()[2].rpartition("/")[2] for line in s3.requests("PUT", "") if key in line]
     assert sorted(puts) == sorted([MANIFEST, WEIGHTS, OPTIMIZER, STATE])
@@ -111,24 +113,24 @@ def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path,
 
 def test_the_host_that_wrote_it_does_not_fetch_it(bucket: str, home: Path, s3: S3) -> None:
     path = f"{bucket}/{NAME}"
-    sha256 = checkpoint_cache.write(path, writer_of(b"weights"))
-    assert set(verify(checkpoint_cache.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
+    sha256 = checkpoints.write(path, writer_of(b"weights"))
+    assert set(verify(checkpoints.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
     assert not [line for line in s3.requests("GET", "") if path.removeprefix(f"s3://{BUCKET}") in line]
 
 
 @pytest.mark.usefixtures("forked_programs")
 def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: str, home: Path, s3: S3) -> None:
     path, sha256 = written(bucket)
-    run = checkpoint_cache.copy_of(path).parent
+    run = object_store.copy_of(path).parent
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting = [process(path, sha256) for _ in range(4)]
         for one in waiting:
             assert one.stdout is not None
             assert one.stdout.readline() == "ready\n"
-        assert not checkpoint_cache.copy_of(path).exists()
+        assert not object_store.copy_of(path).exists()
         fcntl.flock(lock, fcntl.LOCK_UN)
-    assert {one.communicate(timeout=60)[0].strip() for one in waiting} == {str(checkpoint_cache.copy_of(path))}
+    assert {one.communicate(timeout=60)[0].strip() for one in waiting} == {str(object_store.copy_of(path))}
     assert len(s3.requests("GET", f"{path.removeprefix(f's3://{BUCKET}')}/{WEIGHTS}")) == 1
 
 
@@ -148,9 +150,9 @@ def test_what_is_broken_in_the_store_is_refused_and_leaves_nothing(
     path, sha256 = written(place)
     spoil(path, name, content, tmp_path)
     with pytest.raises(CheckpointError, match=said) as raised:
-        checkpoint_cache.local_part(path, sha256)
+        checkpoints.local_part(path, sha256)
     assert path in str(raised.value)
-    assert not [entry for entry in checkpoint_cache.copy_of(path).parent.iterdir() if entry.name.startswith(NAME)]
+    assert not [entry for entry in object_store.copy_of(path).parent.iterdir() if entry.name.startswith(NAME)]
 
 
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
@@ -158,27 +160,27 @@ def test_an_upload_that_broke_off_is_no_checkpoint(place: str, name: str) -> Non
     path, sha256 = written(place)
     object_store.remove(path, name)
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        checkpoint_cache.local_part(path, sha256)
+        checkpoints.local_part(path, sha256)
 
 
 def test_weights_of_another_record_are_refused(place: str) -> None:
     path, _ = written(place)
     with pytest.raises(CheckpointError, match="its weights differ from the record"):
-        checkpoint_cache.local_part(path, "0" * 64)
+        checkpoints.local_part(path, "0" * 64)
 
 
 def test_a_manifest_cannot_name_a_file_outside_of_the_checkpoint(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
-    files = json.loads((checkpoint_cache.local_part(path, sha256) / MANIFEST).read_text())["files"]
+    files = json.loads((checkpoints.local_part(path, sha256) / MANIFEST).read_text())["files"]
     forget(path)
     spoil(path, MANIFEST, json.dumps({"files": files | {"../../../out": files[STATE]}}).encode(), tmp_path)
     with pytest.raises(CheckpointError, match="its manifest names"):
-        checkpoint_cache.local_part(path, sha256, "all")
+        checkpoints.local_part(path, sha256, "all")
 
 
 def test_a_copy_that_was_spoilt_on_this_host_is_fetched_again(place: str) -> None:
     path, sha256 = written(place)
-    file = checkpoint_cache.local_part(path, sha256) / WEIGHTS
+    file = checkpoints.local_part(path, sha256) / WEIGHTS
     file.write_bytes(b"\0" * 700)
     assert process(path, sha256).communicate(timeout=60)[0].endswith(f"{file.parent}\n")
     assert file.read_bytes() == b"weights" * 100
@@ -189,7 +191,7 @@ def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_m
     place: str, harm: Callable[[Path], object]
 ) -> None:
     path, sha256 = written(place)
-    folder = checkpoint_cache.local_part(path, sha256, "all")
+    folder = checkpoints.local_part(path, sha256, "all")
 
     def harmed_once(folder: Path) -> bytes:
         if harms:
@@ -198,12 +200,12 @@ def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_m
         return (folder / WEIGHTS).read_bytes()
 
     harms = [harm]
-    assert checkpoint_cache.read(path, sha256, "all", harmed_once) == b"weights" * 100
-    assert checkpoint_cache.local_part(path, sha256, "all") == folder
+    assert checkpoints.read(path, sha256, "all", harmed_once) == b"weights" * 100
+    assert checkpoints.local_part(path, sha256, "all") == folder
     object_store.remove(path, WEIGHTS)
     harms = [harm]
     with pytest.raises(BrokenCheckpoint, match=f"{WEIGHTS} is missing"):
-        checkpoint_cache.read(path, sha256, "all", harmed_once)
+        checkpoints.read(path, sha256, "all", harmed_once)
 
 
 def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
@@ -213,10 +215,10 @@ def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
     with small_disk(tmp_path / "full", "64k") as full:
         monkeypatch.setattr("tempfile.tempdir", str(full))
         with pytest.raises(ServiceError, match="has no space for the checkpoint"):
-            checkpoint_cache.checkpoint_error(path, sha256)
+            checkpoints.find_fault(path, sha256)
         subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
         with pytest.raises(ConfigError, match="cannot be read by this host"):
-            checkpoint_cache.checkpoint_error(path, sha256)
+            checkpoints.find_fault(path, sha256)
 
 
 def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
@@ -228,13 +230,13 @@ def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
 def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, home: Path) -> None:
     path, sha256 = written(f"file://{tmp_path}/mount/run")
     (tmp_path / "mount").rename(tmp_path / "away")
-    for ask in (checkpoint_cache.local_part, checkpoint_cache.checkpoint_error):
+    for ask in (checkpoints.local_part, checkpoints.find_fault):
         with pytest.raises(ConfigError, match="cannot access"):
             ask(path, sha256)
 
 
 def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucket: str, home: Path) -> None:
-    run = checkpoint_cache.copy_of(f"{bucket}/v00000.t1.key").parent
+    run = object_store.copy_of(f"{bucket}/v00000.t1.key").parent
     unfinished = [run / f"v0000{number}.t1.key{suffix}" for number, suffix in enumerate((".tmp", ".old", ".fetch"), 7)]
     for folder in unfinished:
         folder.mkdir(parents=True)
@@ -245,53 +247,54 @@ def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucke
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         writer_of(b"weights")(folder)
 
-    for number in range(checkpoint_cache.KEEP + 1):
-        checkpoint_cache.write(f"{bucket}/v0000{number}.t2.key", held_by_us)
+    for number in range(object_store.KEEP + 1):
+        checkpoints.write(f"{bucket}/v0000{number}.t2.key", held_by_us)
     assert all(folder.is_dir() for folder in unfinished)
-    assert len([entry for entry in run.iterdir() if entry.is_dir()]) == checkpoint_cache.KEEP + len(unfinished)
+    assert len([entry for entry in run.iterdir() if entry.is_dir()]) == object_store.KEEP + len(unfinished)
 
 
 def test_a_host_keeps_the_copies_that_were_used_last(place: str) -> None:
-    stored = [written(place, b"%d" % number, f"v{number:05d}.t1.key") for number in range(checkpoint_cache.KEEP + 1)]
+    stored = [written(place, b"%d" % number, f"v{number:05d}.t1.key") for number in range(object_store.KEEP + 1)]
     for path, sha256 in stored[:-1]:
-        checkpoint_cache.local_part(path, sha256)
-    checkpoint_cache.local_part(*stored[0])
-    checkpoint_cache.local_part(*stored[-1])
-    kept = {entry.name for entry in checkpoint_cache.copy_of(stored[0][0]).parent.iterdir() if entry.is_dir()}
+        checkpoints.local_part(path, sha256)
+    checkpoints.local_part(*stored[0])
+    checkpoints.local_part(*stored[-1])
+    kept = {entry.name for entry in object_store.copy_of(stored[0][0]).parent.iterdir() if entry.is_dir()}
     assert kept == {Path(path).name for path, _ in stored if path != stored[1][0]}
-    assert (checkpoint_cache.local_part(*stored[1]) / WEIGHTS).read_bytes() == b"1"
+    assert (checkpoints.local_part(*stored[1]) / WEIGHTS).read_bytes() == b"1"
 
 
 def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place: str) -> None:
     path, sha256 = written(place)
-    assert set(checkpoint_cache.sizes(place)[NAME]) == {MANIFEST, WEIGHTS, OPTIMIZER, STATE}
+    assert set(object_store.sizes(place)[NAME]) == {MANIFEST, WEIGHTS, OPTIMIZER, STATE}
     for _ in range(2):
-        checkpoint_cache.drop_optimizer(path)
-    assert checkpoint_cache.sizes(place)[NAME][WEIGHTS] == 700
-    assert OPTIMIZER not in checkpoint_cache.sizes(place)[NAME]
-    assert checkpoint_cache.local_part(path, sha256, "start")
+        checkpoints.drop_optimizer(path)
+    assert object_store.sizes(place)[NAME][WEIGHTS] == 700
+    assert OPTIMIZER not in object_store.sizes(place)[NAME]
+    assert checkpoints.local_part(path, sha256, "start")
     for _ in range(2):
-        checkpoint_cache.remove(path)
-    assert checkpoint_cache.sizes(place) == {}
+        checkpoints.remove(path)
+    assert object_store.sizes(place) == {}
     with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint_cache.local_part(path, sha256)
+        checkpoints.local_part(path, sha256)
 
 
 def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket: str, home: Path) -> None:
     with pytest.raises(ConfigError, match="There is no bucket 'nowhere' for checkpoints"):
         object_store.check_place("s3://nowhere/run")
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint 's3://nowhere/run/v1'"):
-        checkpoint_cache.write("s3://nowhere/run/v1", writer_of(b"weights"))
+        checkpoints.write("s3://nowhere/run/v1", writer_of(b"weights"))
     assert object_store.check_place(bucket) is None
 
 
 @pytest.mark.usefixtures("forked_programs")
 def test_a_store_that_does_not_answer_is_a_service_that_is_away(home: Path, s3: S3) -> None:
     code = """
-from agentrl.workflow.checkpoints import checkpoint_cache, object_store
+from agentrl.workflow import checkpoints
+from agentrl.workflow.checkpoints import object_store
 from agentrl.workflow.errors import ServiceError
 object_store.RETRY_SECONDS = 0.0
-for ask in (lambda: checkpoint_cache.local_part("s3://b/run/v1", "0" * 64), lambda: object_store.check_place("s3://b/run")):
+for ask in (lambda: checkpoints.local_part("s3://b/run/v1", "0" * 64), lambda: object_store.check_place("s3://b/run")):
     try:
         ask()
     except ServiceError as error:
@@ -329,21 +332,21 @@ def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, sai
 
 
 def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -> None:
-    for ask in (checkpoint_cache.local_part, checkpoint_cache.checkpoint_error):
+    for ask in (checkpoints.local_part, checkpoints.find_fault):
         with pytest.raises(ConfigError, match=r"cannot access '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
             ask(f"/nowhere/runs/run/{NAME}", "0" * 64)
     with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint_cache.local_part(str(tmp_path / NAME), "0" * 64)
+        checkpoints.local_part(str(tmp_path / NAME), "0" * 64)
 
 
 def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
-    assert checkpoint_cache.local_part(path, sha256, "all")
-    assert checkpoint_cache.checkpoint_error(path, sha256, "all") == ""
+    assert checkpoints.local_part(path, sha256, "all")
+    assert checkpoints.find_fault(path, sha256, "all") == ""
     spoil(path, OPTIMIZER, b"moments" * 49, tmp_path)
-    assert checkpoint_cache.checkpoint_error(path, sha256) == ""
-    assert f"{OPTIMIZER} has 343 bytes" in checkpoint_cache.checkpoint_error(path, sha256, "all")
-    assert checkpoint_cache.local_part(path, sha256, "all")
+    assert checkpoints.find_fault(path, sha256) == ""
+    assert f"{OPTIMIZER} has 343 bytes" in checkpoints.find_fault(path, sha256, "all")
+    assert checkpoints.local_part(path, sha256, "all")
 
 
 def test_new_runs_keep_their_checkpoints_where_the_settings_say(
