@@ -196,7 +196,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call of a step as its row is written: `result` is there already if the call could not even be sent."""
+    """A call of a step, with the values that only its row has; `result` is set if the call could not be sent at all."""
 
     call: ToolCall
     effects: str
@@ -224,16 +224,16 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step as its rows are written: besides the step, what those need who query the rows, and no reward or update.
+    """A step with the values that only its rows have: no reward and no update reads them.
 
     Args:
-        episode, policy_id: the numbers of the rows of its episode and of the policy that sampled it; 0 before these are there.
-        text: what was sampled, readable.
+        episode, policy_id: the ids of the rows of its episode and of the policy that sampled it; 0 until these rows exist.
+        text: the sampled text, readable.
         calls: the calls of the step, in order.
-        request: the agent's request that it answers; None for the built-in loop. The commit of an answer numbers its step and
-            finds its chain.
-        shared_messages: so many of the first messages of its prompt are those of its parent's line.
-        beside: the id of the request whose step takes the place of its parent, where that is committed with it.
+        request: the agent's request that the step answers; None for the built-in loop. The commit of an answer sets the index
+            and the chain of its step.
+        shared_messages: how many of the first messages of its prompt are those of its parent's line.
+        beside: the id of a request that is committed with this step; the step of that request becomes its parent.
         shown: (step, call) -> the result of an earlier call, as the request shows it.
     """
 

@@ -564,7 +564,7 @@ class AgentRecords:
         return any(done.finish_reason == "length" and len(done.token_ids) < most for done in turn.completions if done)
 
     def _request(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion) -> StepRequest:
-        """Return the request, as the row of its answer with that number has it."""
+        """Return the request as the row of that choice stores it."""
         call = turn.call
         return StepRequest(
             id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
@@ -578,7 +578,7 @@ class AgentRecords:
         self, turn: AgentTurn, conversation: Conversation, done: Completion, request: StepRequest, first: str
     ) -> StepRecord:
         """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
-        draft = turn.draft.beside(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
+        draft = turn.draft.sibling(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
         message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
         calls = tuple(CallRecord(made, "none", _refusal(made)) for made in message.tool_calls)
         refused = tuple(item.result for item in calls if item.result is not None)

@@ -2,8 +2,8 @@
 
 A checkpoint is one version of a policy: `write` makes it whole or not at all, a row of the database publishes it
 (`store/train_commits.py`), `read` opens it on any host. A path without `://` is a folder of this host and is used as it is.
-`drop_optimizer` and `remove` take away what no row needs. This module is the only one that others import; beside it,
-`checkpoint_gc` decides what is not needed, and `epoch_links` names the checkpoints that ended an epoch.
+`drop_optimizer` and `remove` delete what no row needs. Other packages import this module, and `checkpoint_gc`, which decides
+what is not needed, and `epoch_links`, which names the checkpoints that ended an epoch.
 """
 
 import shutil

@@ -75,8 +75,13 @@ class Draft:
             draw=draw,
         )
 
-    def beside(self, messages: tuple[Message, ...], reason: str) -> "Draft":
-        """Return the prompt of another turn with the same input, a chain of its own; `messages` are all of the line's."""
+    def sibling(self, messages: tuple[Message, ...], reason: str) -> "Draft":
+        """Return the draft of a further choice of the same request: the same input, in a chain of its own.
+
+        Args:
+            messages: all messages of the input.
+            reason: why the choice opens a chain.
+        """
         return replace(
             self,
             messages=messages,

@@ -110,7 +110,7 @@ def token_row(step: Step) -> dict[str, bytes]:
 
 
 def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
-    """Return the row of a step's call of that number and kind; only those of the kind `agent` are never sent."""
+    """Return the row of a step's call, by its number and kind; a call of the kind `agent` is never sent."""
     now = datetime.now(UTC)
     return {
         "call": number,

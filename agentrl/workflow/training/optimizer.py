@@ -1,5 +1,5 @@
-"""What moves the weights in an update: the optimizers, with their state as named tensors for a checkpoint; the schedules of
-the learning rate and of the KL's weight; the factor of the loss where a model computes in float16.
+"""The optimizers and their state as named tensors; the schedules of the learning rate and of the KL's weight; the loss scale
+of models in float16.
 
 The learning rate follows from the iteration's number alone, so that a resumed run goes on with the one it would have had.
 """
