@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from agentrl.workflow.sql.readonly import sqlite_url
+from agentrl.workflow.tables.column_kinds import DOCUMENTS, FLAGS, MOMENTS
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.connect import Database
@@ -48,14 +49,17 @@ class DriverTransaction:
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
         """Take a connection that writes nothing, and what makes a value of SQLite's JSON."""
         self._connection = connection
-        self.is_sqlite, self.read_json = is_sqlite, read_json
+        self.is_sqlite = is_sqlite
+        self._readers = _sqlite_readers(read_json) if is_sqlite else _POSTGRES_READERS
 
-    def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the rows of a query whose parameters are written `:name`."""
-        text = query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
-        cursor = self._connection.execute(text, parameters)
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+    def text(self, query: str) -> str:
+        """Return the query with its parameters as the driver writes them."""
+        return query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
+
+    def rows(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
+        """Return the rows of a query as `select_rows` does."""
+        cursor = self._connection.execute(self.text(query), parameters)
+        return _read_rows([column[0] for column in cursor.description], cursor, self._readers)
 
 
 class Reader:
@@ -163,37 +167,58 @@ def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Co
     return run
 
 
-def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
-    """Return the rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from
-    JSON.
-    """
-    read_json: Callable[[str], Any] = json.loads
-    if isinstance(tx, DriverTransaction):
-        found, is_sqlite, read_json = tx.rows(query, parameters), tx.is_sqlite, tx.read_json
-    else:
-        from sqlalchemy import text
+def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
+    """Return the rows of a query, its parameters written `:name`.
 
-        found = [dict(row) for row in tx.execute(text(query), parameters).mappings()]
-        is_sqlite = tx.dialect.name == "sqlite"
-    if is_sqlite:
-        return [{name: _from_sqlite(name, value, name in documents, read_json) for name, value in row.items()} for row in found]
-    return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
+    SQLite returns moments, booleans and JSON as text and numbers. A result column is read as the column of that name in
+    `tables.schema`, where a name has one type in all tables; so a computed column of such a type takes such a name.
+    """
+    if isinstance(tx, DriverTransaction):
+        return tx.rows(query, parameters)
+    from sqlalchemy import text
+
+    found = tx.execute(text(query), parameters)
+    return _read_rows(list(found.keys()), found, _SQLITE_READERS if tx.dialect.name == "sqlite" else _POSTGRES_READERS)
+
+
+Readers = Mapping[str, Callable[[Any], Any]]
+"""Column -> what makes its Python value of the driver's."""
+
+
+def _read_rows(names: Sequence[str], rows: Iterable[Sequence[Any]], readers: Readers) -> list[Row]:
+    found: list[Any] = [dict(zip(names, row, strict=True)) for row in rows]
+    for name in readers.keys() & set(names):
+        read = readers[name]
+        for row in found:
+            row[name] = read(row[name])
+    return found
+
+
+def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
+    """Return the readers of SQLite. A value of another type stays as it is: another program may have written it."""
+
+    def read_document(value: Any) -> Any:
+        return read_json(value) if isinstance(value, str) else value
+
+    def read_moment(value: Any) -> Any:
+        return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+
+    def read_flag(value: Any) -> Any:
+        return None if value is None else bool(value)
+
+    kinds = ((DOCUMENTS, read_document), (MOMENTS, read_moment), (FLAGS, read_flag))
+    return {name: read for names, read in kinds for name in names}
+
+
+def _utc(value: datetime | None) -> datetime | None:
+    """Return the moment in UTC; Postgres gives it in the time zone of the session."""
+    return None if value is None else value.astimezone(UTC)
+
+
+_SQLITE_READERS = _sqlite_readers(json.loads)
+_POSTGRES_READERS: Readers = dict.fromkeys(MOMENTS, _utc)
 
 
 def among(numbers: Iterable[int]) -> str:
     """Return the numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
     return ", ".join(str(int(each)) for each in numbers) or "NULL"
-
-
-def _from_postgres(value: Any) -> Any:
-    """Postgres tells a moment by the clock of the session's place."""
-    return value.astimezone(UTC) if isinstance(value, datetime) else value
-
-
-def _from_sqlite(name: str, value: Any, is_document: bool, read_json: Callable[[str], Any]) -> Any:
-    """SQLite forgets what is a moment, a truth value or JSON."""
-    if isinstance(value, str) and (is_document or name in ("pass_at", "arguments", "data", "messages")):
-        return read_json(value)
-    if isinstance(value, str) and name.endswith("_at"):
-        return datetime.fromisoformat(value).replace(tzinfo=UTC)
-    return bool(value) if name in ("tainted", "delivered", "chosen") and value is not None else value

@@ -46,7 +46,7 @@ def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
 def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
     """Return the checkpoints in the run's folder that ended one of its epochs."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
-    (run,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
+    (run,) = select_rows(tx, query, id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
     paths = {row["version"]: PurePosixPath(row["path"]) for row in select_rows(tx, kept, id=run_id)}
     own = PurePosixPath(run["output_dir"])

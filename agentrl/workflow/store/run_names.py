@@ -34,10 +34,9 @@ def is_run(tx: Any, name: str) -> bool:
 
 def run_row(tx: Any, run: str, columns: str = "*") -> Row:
     """As find_run, inside a transaction; only these columns of it."""
-    documents = ("config", "manifest")
-    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
+    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not found and run.isascii() and run.isdigit() and len(run) < 19:
-        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
+        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
     if not found:
         raise NotFoundError(f"There is no run {run!r}.", f"{_similar_name_hint(tx, run)}List them with `agentrl runs`.")
     return found[0]

@@ -129,7 +129,7 @@ def lease_name(run_id: int, tracker: str) -> str:
 def load_tracked_run(tx: Any, run_id: int) -> Row:
     """Return the run's `name`, `config`, `manifest` and `tags`, by its number."""
     query = "SELECT name, config, manifest FROM runs WHERE id = :id"
-    (row,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
+    (row,) = select_rows(tx, query, id=run_id)
     return {**row, "tags": tags_of(tx, [run_id]).get(run_id, [])}
 
 

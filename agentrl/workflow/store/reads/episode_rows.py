@@ -193,11 +193,11 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 def load_episode(tx: Any, episode: int) -> Episode:
     """Return the episode with the steps of its current attempt, its first ones read through its parent."""
-    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
-    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
+    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
+    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
     found = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
-    said = select_rows(tx, _ANNOTATIONS, ("data",), id=episode, attempt=row["attempt"])
+    said = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
     return replace(found, annotations=tuple(annotation_value(one) for one in said))
 
 
@@ -216,7 +216,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
     made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, made, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
-    for row in select_rows(tx, _STEPS, ("prompt", "asked"), id=episode["id"], attempt=episode["attempt"]):
+    for row in select_rows(tx, _STEPS, id=episode["id"], attempt=episode["attempt"]):
         found.append(step_value(row, row["version"], calls.get(row["id"], ()), found))
     return found
 

@@ -35,7 +35,7 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
         case ["task", "reference"]:
             return _column(tx, "SELECT reference AS found FROM tasks WHERE id = :id", id=shape.task_id)
         case ["task", "messages", place, name] if name in _OF_MESSAGES:
-            found = select_rows(tx, "SELECT messages FROM tasks WHERE id = :id", ("messages",), id=shape.task_id)
+            found = select_rows(tx, "SELECT messages FROM tasks WHERE id = :id", id=shape.task_id)
             return _of_message(found[0]["messages"], place, name)
         case ["agent", name] if name in _OF_AGENTS:
             query = f"""
@@ -45,13 +45,13 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
         case ["steps", step, name] if name in _OF_STEPS:
             return _column(tx, f"SELECT {name} AS found FROM steps WHERE id = :id", id=_step_id(shape, step))
         case ["steps", step, "messages", place, name] if name in _OF_MESSAGES:
-            found = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", ("prompt",), id=_step_id(shape, step))
+            found = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", id=_step_id(shape, step))
             return _of_message(found[0]["prompt"], place, name) if found else None
         case ["calls", call, name] if name in ("arguments", "result"):
             return _of_call(tx, shape, _number(call), name)
         case ["annotations", said, "data"]:
             query = "SELECT data FROM annotations WHERE id = :said AND episode_id = :id"
-            found = select_rows(tx, query, ("data",), said=_number(said), id=shape.id)
+            found = select_rows(tx, query, said=_number(said), id=shape.id)
             return found[0]["data"] if found else None
     return None
 

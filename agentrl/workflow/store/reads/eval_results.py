@@ -141,7 +141,7 @@ def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
         JOIN policies p ON p.run_id = r.id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default'
         WHERE {condition} ORDER BY r.id DESC"""
-    return select_rows(tx, query, ("config", "manifest", "weights"), **parameters)
+    return select_rows(tx, query, **parameters)
 
 
 @sql_read_transaction
@@ -182,7 +182,7 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""
-    (scored_by,) = select_rows(tx, query, ("weights", "manifest"), iteration=iteration)
+    (scored_by,) = select_rows(tx, query, iteration=iteration)
     query = """
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN episodes e ON e.id = w.episode_id
         WHERE w.reward_set_id = :reward_set AND e.iteration_id = :iteration GROUP BY w.episode_id, w.part"""

@@ -25,7 +25,7 @@ def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, A
 def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
     """Return the beginning of what each of these tasks asks: its last message."""
     query = f"SELECT id, messages FROM tasks WHERE id IN ({among(tasks)})"
-    return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query, ("messages",))}
+    return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query)}
 
 
 def _question(messages: Any) -> str:

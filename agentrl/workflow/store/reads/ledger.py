@@ -117,10 +117,10 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     """The steps whose history several turns have, with the one that they go on from, and how many there are."""
     asked = f"""
-        SELECT number AS step, parent_step AS after, asked AS equal FROM steps WHERE episode_id = :id AND attempt = :attempt
+        SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
-    found = select_rows(tx, asked, ("equal",), id=episode["id"], attempt=episode["attempt"])
-    return [{**row, "equal": row["equal"].get(EQUAL)} for row in found]
+    found = select_rows(tx, asked, id=episode["id"], attempt=episode["attempt"])
+    return [{"step": row["step"], "after": row["after"], "equal": row["asked"].get(EQUAL)} for row in found]
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
         NotFoundError: there is no such run.
     """
     run_name(tx, run_id)
-    (row,) = select_rows(tx, "SELECT config, manifest FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
+    (row,) = select_rows(tx, "SELECT config, manifest FROM runs WHERE id = :id", id=run_id)
     return StoredConfig(row["config"], row["manifest"].get("origins"))
 
 
@@ -42,9 +42,9 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
     folder.
     """
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
-    (run,) = select_rows(tx, query, ("manifest",), id=run_id)
+    (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
-    rewards = select_rows(tx, query, ("weights",), id=run_id)
+    rewards = select_rows(tx, query, id=run_id)
     query = "SELECT version, kind, path, sha256, collected_at, broken FROM policies WHERE run_id = :id ORDER BY version"
     first = select_rows(tx, f"{query} LIMIT 1", id=run_id)
     newest = select_rows(tx, f"{query} DESC LIMIT 1", id=run_id)
@@ -75,7 +75,7 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
     """Return the names of the parts of the run's rewards, inside a transaction: those with a weight, and those given of
     late.
     """
-    sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", ("weights",), id=run_id)
+    sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", id=run_id)
     query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
     given = [row["part"] for row in select_rows(tx, query, name=name)]
     return sorted({*given, *(part for each in sets for part in each["weights"])})

@@ -1,6 +1,5 @@
 """Runs: pages of them, one by its name or number, and its progress."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -163,8 +162,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
     )
     for run in runs:
-        stored = json.loads(run["config"]) if isinstance(run["config"], str) else run["config"]
-        if all(_at(stored, key) == _at(config, key) for key in SAME_WORK):
+        if all(_at(run["config"], key) == _at(config, key) for key in SAME_WORK):
             query = "SELECT seconds FROM v_iterations WHERE run = :run AND status = 'done' ORDER BY iteration DESC LIMIT 20"
             seconds = [float(row["seconds"]) for row in select_rows(tx, query, run=run["name"]) if row["seconds"] is not None]
             if seconds:

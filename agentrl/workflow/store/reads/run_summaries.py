@@ -70,7 +70,7 @@ def _newest(*moments: datetime | None) -> datetime | None:
 
 def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
     query = f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"
-    return {row["id"]: (row["config"].get("algorithm") or {}).get("name") for row in select_rows(tx, query, ("config",))}
+    return {row["id"]: (row["config"].get("algorithm") or {}).get("name") for row in select_rows(tx, query)}
 
 
 def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:

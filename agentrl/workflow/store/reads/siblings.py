@@ -75,7 +75,7 @@ def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
     found: dict[int, Row] = {}
     for some in in_parts(ids):
         query = f"SELECT id, {cut_column('text', most=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
-        found |= {row["id"]: row for row in select_rows(tx, query, ("prompt",))}
+        found |= {row["id"]: row for row in select_rows(tx, query)}
     return found
 
 

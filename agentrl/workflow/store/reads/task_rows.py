@@ -162,7 +162,7 @@ def load_rule(tx: Any, run_id: int) -> _Rule:
         LEFT JOIN reward_sets theirs ON theirs.name = r.reward_set AND theirs.run_id =
           (SELECT g.run_id FROM run_groups l JOIN groups g ON g.id = l.group_id WHERE l.run_id = r.id ORDER BY g.id LIMIT 1)
         WHERE r.id = :id"""
-    row = select_rows(tx, query, ("weights", "manifest"), id=run_id)[0]
+    row = select_rows(tx, query, id=run_id)[0]
     told: Mapping[str, Any] = row["manifest"].get("right_by", {})
     own = row["weights"] or {}
     return _Rule(row["reward_set"], told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
@@ -235,7 +235,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     """
     found = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
-    tasks = select_rows(tx, query, ("messages", "metadata"), task=storable_value(task))
+    tasks = select_rows(tx, query, task=storable_value(task))
     role = select_rows(
         tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=found["id"], task=storable_value(task)
     )

@@ -36,7 +36,7 @@ def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
     """
     found: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
-        found += select_rows(tx, _STEPS.format(ids=among(some)), ("prompt", "asked"))
+        found += select_rows(tx, _STEPS.format(ids=among(some)))
     rows = [{**row, "equal": _equal(row["asked"])} for row in found]
     return sorted(rows, key=lambda row: row["step"])
 
@@ -95,7 +95,7 @@ def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], 
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
     query = f"""
         SELECT a.id, a.step, a.source, a.kind, a.name, a.data, a.seconds, a.created_at {of_it} ORDER BY a.id LIMIT {most + 1}"""
-    found = select_rows(tx, query, ("data",), id=episode, attempt=attempt)
+    found = select_rows(tx, query, id=episode, attempt=attempt)
     if len(found) <= most:
         return found, 0
     (count,) = select_rows(tx, f"SELECT count(*) AS n {of_it}", id=episode, attempt=attempt)
