@@ -21,7 +21,7 @@ from agentrl.workers.page.export import write_export
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import epoch_ends, planning, run_names
+from agentrl.workflow.store import epoch_ends, run_names
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import (
     DriverTransaction,
@@ -180,9 +180,14 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
     assert run_rows.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))).rows == ()
 
 
-def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811
-    asked = Reader(data.url.render_as_string(hide_password=False), lambda: data)
-    assert planning.find_free_name(asked, "by") == planning.find_free_name(data, "by") == "by-1"
+def test_a_read_is_part_of_the_transaction_that_it_is_given(data: Database, run: str) -> None:  # noqa: F811
+    with data.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET reason = 'seen inside'"))
+        assert run_names.find_run(tx, "by-hand", "reason") == {"reason": "seen inside"}
+        assert run_names.find_run(data, "by-hand", "reason") == {"reason": ""}
+        tx.rollback()
+    for source in (data, reader(data)):
+        assert source.ask(lambda tx: run_names.find_run(tx, "by-hand")) == run_names.find_run(data, "by-hand")
 
 
 def test_the_newest_revision_is_the_head_of_the_migrations() -> None:

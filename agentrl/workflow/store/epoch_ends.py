@@ -55,17 +55,13 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
         epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
     }
     return EpochEnds(
-        run["output_dir"], run["manifest"].get("id", "")[:8], names, _find_run_of_folder(tx, run["output_dir"]) == run["name"]
+        run["output_dir"], run["manifest"].get("id", "")[:8], names, find_run_of_folder(tx, run["output_dir"]) == run["name"]
     )
 
 
 @sql_read_transaction
 def find_run_of_folder(tx: Any, folder: str) -> str:
     """Return the newest run that keeps its checkpoints in the folder; empty if there is none."""
-    return _find_run_of_folder(tx, folder)
-
-
-def _find_run_of_folder(tx: Any, folder: str) -> str:
     query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
     found = select_rows(tx, query, folder=folder)
     return str(found[0]["name"]) if found else ""

@@ -22,7 +22,7 @@ from agentrl.workflow.store.reads.episode_relations import (
     load_whole_rewards,
 )
 from agentrl.workflow.store.reads.episode_rows import EpisodeRow
-from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 from agentrl.workflow.store.reads.turn_rows import (
     load_annotations,
     load_calls,
@@ -52,7 +52,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
     Raises:
         NotFoundError: there is no such episode.
     """
-    shape = episode_shape(tx, episode)
+    shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
     texts = ShownTexts()
     reader, readers = find_reader(tx, episode, shape.run_id, run)

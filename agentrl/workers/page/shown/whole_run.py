@@ -7,8 +7,8 @@ from typing import Any
 
 from agentrl.workers.page.shown.config_rows import list_config
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
-from agentrl.workers.page.shown.within import TransactionReader
 from agentrl.workflow.config import NAME_PATTERN
+from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
@@ -23,9 +23,9 @@ OPEN_WORK_SHOWN = 200
 """The most claims and waiting messages of a run."""
 
 
-def list_shown_runs(db: TransactionReader, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+def list_shown_runs(tx: DriverTransaction, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     """Return the rows of runs, each with its summary."""
-    summaries = load_summaries(db.tx, rows)
+    summaries = load_summaries(tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
@@ -35,31 +35,31 @@ def typed_run(number: int, name: str) -> str:
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
-def load_run(db: TransactionReader, run: int) -> dict[str, Any]:
+def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     """Return the run of that number, as `/api/runs/{run}` answers it.
 
     Raises:
         NotFoundError: there is no such run.
     """
-    name = run_rows.run_name(db.tx, run)
-    (shown,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
-    children = find_children(db.tx, run, CHILDREN_SHOWN + 1)
-    work = (asdict(each) for each in list_open_work(db) if each.run == name) if shown["status"] == "running" else ()
+    name = run_rows.run_name(tx, run)
+    (shown,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
+    children = find_children(tx, run, CHILDREN_SHOWN + 1)
+    work = (asdict(each) for each in list_open_work(tx) if each.run == name) if shown["status"] == "running" else ()
     return {
         "run": shown,
         "typed": typed_run(run, name),
-        "config": list_config(run_details.find_config(db, run)),
-        "manifest": run_details.load_manifest(db.tx, run),
-        "progress": run_rows.count_progress(db, name),
+        "config": list_config(run_details.find_config(tx, run)),
+        "manifest": run_details.load_manifest(tx, run),
+        "progress": run_rows.count_progress(tx, name),
         "waits_for": shown["waits_for"],
-        "sampled_on": run_rows.why_sampling_on(db, name),
+        "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown["tags"],
-        "notes": cut_rows(notes_of(db.tx, run), SHOWN_CHARS),
-        "sources": [asdict(each) for each in find_sources(db.tx, run)],
+        "notes": cut_rows(notes_of(tx, run), SHOWN_CHARS),
+        "sources": [asdict(each) for each in find_sources(tx, run)],
         "children": [asdict(each) for each in children[:CHILDREN_SHOWN]],
         "children_cut": len(children) > CHILDREN_SHOWN,
-        "has": run_details.find_what_it_has(db.tx, run, name),
-        "reward_parts": run_details.list_reward_parts(db.tx, run, name),
+        "has": run_details.find_what_it_has(tx, run, name),
+        "reward_parts": run_details.list_reward_parts(tx, run, name),
         "open_work": [*work][:OPEN_WORK_SHOWN],
-        "evaluations": count_evals(db.tx, run),
+        "evaluations": count_evals(tx, run),
     }

@@ -129,6 +129,10 @@ def find_last_episode(tx: Any) -> int | None:
     return found[0]["id"] if found else None
 
 
+_CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
+T = TypeVar("T", StepRow, CallRow)
+
+
 @dataclass(frozen=True)
 class EpisodeRecord:
     """One full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
@@ -155,15 +159,6 @@ def find_episode(tx: Any, episode: int) -> EpisodeRecord:
     Raises:
         NotFoundError: there is none.
     """
-    return episode_record(tx, episode)
-
-
-_CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
-T = TypeVar("T", StepRow, CallRow)
-
-
-def episode_record(tx: Any, episode: int) -> EpisodeRecord:
-    """As find_episode, inside a transaction."""
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
         raise no_episode_error(episode)

@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import select_rows
-from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 
 MAX_PATH = 200
 """The most characters of a path."""
@@ -21,7 +21,7 @@ def load_text(tx: Any, episode: int, path: str) -> str:
     Raises:
         NotFoundError: there is no such episode, or it has no such text.
     """
-    shape = episode_shape(tx, episode)
+    shape = load_shape(tx, episode)
     found = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if found is None:
         raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")

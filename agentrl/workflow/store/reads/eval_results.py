@@ -10,7 +10,7 @@ from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.trajectory import PolicyRef
 
 MEASURED = """
@@ -113,7 +113,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
         NotFoundError: there is no such run.
         StateError: it is an evaluation that is not done.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     found = _load_evals(tx, "r.id = :id", id=row["id"])
     if row["kind"] == "eval" and not found:
         raise StateError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import Paging
-from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, run_by_id, runs_page
+from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, list_runs, run_by_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
     themselves.
     """
     found: dict[int, Relative] = {}
-    wanted = list(runs_page(tx, RunFilter(), Paging(limit)).rows)
+    wanted = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
     while wanted:
         found |= {row.id: Relative(row, tuple(find_sources(tx, row.id))) for row in wanted}
         missing = {source.id for row in wanted for source in found[row.id].sources} - found.keys()

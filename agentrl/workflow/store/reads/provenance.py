@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import message_value, part_values
-from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, episode_record
+from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, find_episode
 from agentrl.workflow.store.rollout_claims import CLOCK
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
@@ -69,7 +69,7 @@ def find_origin(tx: Connection, episode: int) -> Origin:
     Raises:
         NotFoundError: there is no such episode.
     """
-    record = episode_record(tx, episode)
+    record = find_episode(tx, episode)
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
         .add_columns(schema.episodes.c.group_id, CLOCK)

@@ -20,7 +20,7 @@ from agentrl.workflow.store.reads.paging import (
     select_values,
 )
 from agentrl.workflow.store.row_codecs import MAX_ID
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.trajectory import storable
 
 RUN_ORDERS = {
@@ -92,13 +92,8 @@ _CONDITIONS = {
 @sql_read_transaction
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
     """Run, the newest first, in one of RUN_ORDERS."""
-    return runs_page(tx, chosen or RunFilter(), paging or Paging())
-
-
-def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
-    """As list_runs, inside a transaction."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "-id")
+    conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS)
+    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
 
 
 @sql_read_transaction
@@ -270,8 +265,8 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
 
 def run_id_and_name(tx: Any, run: str) -> Row:
-    """Id and name of a run. Raises as `run_row`."""
-    return run_row(tx, run, "id, name")
+    """Id and name of a run. Raises as `find_run`."""
+    return find_run(tx, run, "id, name")
 
 
 class OfEpisode(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.leases import LOSS_EVENTS
-from agentrl.workflow.store.reads.label_rows import tags_of
+from agentrl.workflow.store.reads.label_rows import load_tags
 from agentrl.workflow.store.reads.run_rows import RunRow
 
 SPARK_POINTS = 60
@@ -45,7 +45,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
     if not runs:
         return {}
     ids = [run.id for run in runs]
-    algorithms, tags, sparks, sums = _algorithms(tx, ids), tags_of(tx, ids), _sparks(tx, ids), _sums(tx, ids)
+    algorithms, tags, sparks, sums = _algorithms(tx, ids), load_tags(tx, ids), _sparks(tx, ids), _sums(tx, ids)
     running = [run for run in runs if run.status == "running"]
     waits, steps, events = _waits(tx, running), _newest_steps(tx, running), _newest_events(tx, ids)
     return {

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeRow
-from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, episode_shape, in_parts, shape_value
+from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, in_parts, load_shape, shape_value
 from agentrl.workflow.store.reads.group_rows import GroupRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column
@@ -66,7 +66,7 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
             rows = steps[episode.id]
             found[episode.id] = EpisodeShape(*numbers, shape_value(episode, rows), rows)
         else:
-            found[episode.id] = episode_shape(tx, episode.id)
+            found[episode.id] = load_shape(tx, episode.id)
     return found
 
 

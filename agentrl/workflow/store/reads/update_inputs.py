@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from agentrl.workflow.errors import CheckpointError, NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.iterations import wanted_groups
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Group, PolicyRef
@@ -55,7 +55,7 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
         StateError: it is not trained yet, or the run trains nothing.
         CheckpointError: the weights that its update started from were collected.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     found = _find_iteration(tx, row, iteration)
     policies, consumptions = schema.policies.c, schema.consumptions.c
     of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == found.number)

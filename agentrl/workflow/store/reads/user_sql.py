@@ -27,7 +27,7 @@ from agentrl.workflow.sql.readonly import (
     read_sqlite,
     translate_sqlite_errors,
 )
-from agentrl.workflow.store.driver_reader import sqlite_path
+from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS, sqlite_path
 from agentrl.workflow.store.row_codecs import unpack
 from agentrl.workflow.tables.views import VIEWS
 
@@ -181,8 +181,6 @@ def reader_url(settings: Settings) -> "URL":
 
 def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
     import psycopg
-
-    from agentrl.workflow.store.connect import PLANNER_SETTINGS
 
     url = reader_url(settings)
     chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNER_SETTINGS}
