@@ -60,21 +60,17 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
         NotFoundError: there is no view of that name.
     """
     from agentrl.workflow.errors import NotFoundError, did_you_mean
-    from agentrl.workflow.settings import settings
-    from agentrl.workflow.store.reads.user_sql import list_columns
-    from agentrl.workflow.tables import descriptions
+    from agentrl.workflow.tables.views import VIEWS
 
-    if view is not None and view not in descriptions.VIEWS:
-        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], descriptions.VIEWS))
+    if view is not None and view not in VIEWS:
+        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], VIEWS))
     found: list[dict[str, Any]] = [
         {
             "view": name,
-            "meaning": descriptions.VIEWS[name],
-            "columns": [
-                {"column": each, "meaning": descriptions.column_meaning(name, each)} for each in list_columns(settings(), name)
-            ],
+            "meaning": VIEWS[name].meaning(),
+            "columns": [{"column": each, "meaning": column.meaning} for each, column in VIEWS[name].COLUMNS.items()],
         }
-        for name in ([view] if view else descriptions.VIEWS)
+        for name in ([view] if view else VIEWS)
     ]
     lines = [(each["view"], column["column"], column["meaning"]) for each in found for column in each["columns"]]
     if as_json:
@@ -82,7 +78,7 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
     elif as_csv:
         show_csv(("view", "column", "meaning"), lines)
     elif view:
-        show(f"{view}: {descriptions.VIEWS[view]}\n")
+        show(f"{view}: {VIEWS[view].meaning()}\n")
         show_table(("column", "meaning"), [line[1:] for line in lines])
     else:
         for each in found:

@@ -1,1 +1,1 @@
-"""Files that repeat a declaration: the Trainer's typed keywords, the table of options in the docs, the types of columns."""
+"""Files that repeat a declaration: typed keywords, types of columns, tables of options and views in the docs."""

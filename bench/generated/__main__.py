@@ -1,7 +1,7 @@
 """`python -m bench.generated`: write files that repeat a declaration.
 
 `agentrl/api/run_options.py` and `docs/options.md` come from the config's fields, `agentrl/workflow/tables/column_kinds.py` from
-the tables.
+the tables, `docs/views.md` from the views.
 
 With `--check` nothing is written, and the exit code is 1 if a file is not what would be written (`make lint`).
 """
@@ -9,6 +9,7 @@ With `--check` nothing is written, and the exit code is 1 if a file is not what 
 import sys
 import types
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -17,6 +18,7 @@ from sqlalchemy import JSON, Boolean
 from agentrl.workflow.config import DESCRIPTIONS, FIELDS, FLAG_OF, KEYS, SECTIONS, RunConfig
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.tables.schema import metadata
+from agentrl.workflow.tables.views import VIEWS
 
 ROOT = Path(__file__).parents[2]
 TRAINER = {"algorithm", "agent", "model", "env", "rewards", "hooks", "config"}
@@ -46,6 +48,7 @@ def main() -> int:
     contents = {
         "agentrl/api/run_options.py": "".join(_keywords()),
         "docs/options.md": "".join(_table()),
+        "docs/views.md": "".join(_views()),
         "agentrl/workflow/tables/column_kinds.py": "".join(_column_kinds()),
     }
     stale = [name for name, text in contents.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
@@ -135,6 +138,31 @@ def _column_kinds() -> Iterator[str]:
         names = sorted(name for name, its in kinds.items() if its == {kind})
         yield f"{kind} = frozenset(\n    {{\n" + "".join(f'        "{name}",\n' for name in names) + "    }\n)\n"
         yield f'"""{meaning}"""\n'
+
+
+VIEWS_HEAD = """# Views
+
+Made from the declarations of the views by `make generated`; do not edit. `agentrl sql --schema v_episodes` prints the columns
+of a view. In all views, iterations and epochs are counted from 1, and times are in UTC. A column may be NULL if its type says
+so.
+[Queries](queries.md) shows how to use the views, [stability](stability.md#views) how they may change.
+"""
+SQL_TYPES = {int: "integer", float: "float", bool: "boolean", str: "text", datetime: "time"}
+
+
+def _views() -> Iterator[str]:
+    yield VIEWS_HEAD
+    for view, kind in VIEWS.items():
+        meaning = kind.meaning()
+        yield f"\n## {view}\n\nA row is {meaning}.\n\n| column | type | meaning |\n|---|---|---|\n"
+        for name, hint in kind.types().items():
+            yield f"| `{name}` | {_sql_type(hint)} | {_cell(kind.COLUMNS[name].meaning)} |\n"
+
+
+def _sql_type(hint: Any) -> str:
+    parts = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    (text,) = {SQL_TYPES.get(part, "JSON") for part in parts if part is not types.NoneType}
+    return f"{text}, NULL" if types.NoneType in parts else text
 
 
 def _cell(text: str) -> str:

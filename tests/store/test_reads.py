@@ -1,8 +1,7 @@
 """Lists come in pages: every row once while others are added, the same on both databases; what is hostile gets one sentence."""
 
-import importlib
+import copy
 import json
-import pkgutil
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from sqlalchemy import text
 
 from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.store import planning, reads, steps, tool_calls, train_commits
+from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import (
@@ -36,10 +36,11 @@ from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episod
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
 from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
-from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow, decode_cursor, iterate_rows
+from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, decode_cursor, iterate_rows, select_values
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
 from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
-from agentrl.workflow.tables.views import VIEWS
+from agentrl.workflow.tables.view_row import ViewRow
+from agentrl.workflow.tables.views import VIEWS, RunRow
 from tests.conftest import created
 from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.played_runs import (
@@ -112,13 +113,20 @@ def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) ->
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:
-    for module in pkgutil.iter_modules(reads.__path__, f"{reads.__name__}."):
-        importlib.import_module(module.name)
     kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
-    assert kinds.keys() == {*VIEWS, "events"} - {"v_tool_sessions", "v_episode_resources"}
+    assert kinds.keys() == {*VIEWS, "events"}
     with database.read() as tx:
         shown = {view: list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys()) for view in kinds}
-    assert {view: list(kind.__slots__) for view, kind in kinds.items()} == shown
+    assert {view: list(kind.COLUMNS) for view, kind in kinds.items()} == shown
+
+
+def test_a_row_has_values_of_the_declared_types(grown: Database) -> None:
+    driver = Reader(grown.url.render_as_string(hide_password=False), lambda: pytest.fail("the driver suffices"))
+    for db in (grown, driver):
+        for view, kind in VIEWS.items():
+            rows = db.ask(lambda tx, kind=kind: select_values(tx, kind, "LIMIT 500"))
+            assert rows, view
+            TypeAdapter(list[kind]).validate_python([dict(row) for row in rows], strict=True)  # type: ignore[valid-type]
 
 
 def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> None:
@@ -128,8 +136,14 @@ def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> 
     assert row == dict(row) == {**row}
     with pytest.raises(FrozenInstanceError):
         row.run = "second"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        del row.run
     with pytest.raises(KeyError):
         row["VIEW"]
+    with pytest.raises(TypeError, match="RunRow has the columns id, run, "):
+        RunRow(**{**row, "other": 1})
+    assert copy.deepcopy(row) == row
+    assert repr(row).startswith("RunRow(id=1, run='first', kind='train', ")
 
 
 # pages

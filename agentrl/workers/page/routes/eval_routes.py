@@ -15,8 +15,9 @@ from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.paired_test import PairedComparison
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import eval_results, eval_tasks, run_rows
-from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
+from agentrl.workflow.store.reads.eval_results import EvalFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.tables.views import EvalRow
 
 router = APIRouter(prefix="/api", tags=["evals"])
 

@@ -35,6 +35,7 @@ from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter
+from agentrl.workflow.tables.views import EpisodeRow
 
 router = APIRouter(prefix="/api", tags=["runs"])
 
@@ -156,7 +157,7 @@ def list_episodes(
     """Return the run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
 
-    def page(tx: DriverTransaction, name: str) -> Page[episode_rows.EpisodeRow]:
+    def page(tx: DriverTransaction, name: str) -> Page[EpisodeRow]:
         chosen = EpisodeFilter(
             *(name, iteration, None, group, status, stop_reason, task, min_reward, max_reward, tool_errors, text)
         )

@@ -21,15 +21,9 @@ from agentrl.workflow.store.reads.episode_relations import (
     load_task_of,
     load_whole_rewards,
 )
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
-from agentrl.workflow.store.reads.turn_rows import (
-    load_annotations,
-    load_calls,
-    load_grades,
-    load_step_rewards,
-    load_steps,
-)
+from agentrl.workflow.store.reads.turn_rows import load_annotations, load_calls, load_grades, load_step_rewards, load_steps
+from agentrl.workflow.tables.views import EpisodeRow
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 Row = Mapping[str, Any]

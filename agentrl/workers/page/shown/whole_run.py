@@ -14,8 +14,8 @@ from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
-from agentrl.workflow.store.reads.run_rows import RunRow
 from agentrl.workflow.store.reads.run_summaries import load_summaries
+from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
 """The most runs that come from one."""

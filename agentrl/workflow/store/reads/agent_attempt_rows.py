@@ -1,35 +1,12 @@
 """Attempts of agents from outside at episodes."""
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AgentAttemptRow(ViewRow):
-    """One attempt of an agent at an episode."""
-
-    VIEW: ClassVar[str] = "v_agent_attempts"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    attempt: int
-    status: str
-    worker: str
-    exit_code: int | None
-    error_class: str | None
-    error: str
-    answer: str | None
-    attempts: int
-    seconds: float | None
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
+from agentrl.workflow.tables.views import AgentAttemptRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,12 @@
 """Annotations of episodes, by agents, tools and hooks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnnotationRow(ViewRow):
-    """An annotation of an episode."""
-
-    VIEW: ClassVar[str] = "v_annotations"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    attempt: int
-    step: int | None
-    source: str
-    kind: str
-    name: str
-    data: Mapping[str, Any]
-    seconds: float | None
-    created_at: datetime
+from agentrl.workflow.tables.views import AnnotationRow
 
 
 @dataclass(frozen=True, slots=True)

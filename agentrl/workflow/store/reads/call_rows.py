@@ -1,45 +1,12 @@
 """Calls: those of the policy to tools, and those that judge an episode."""
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallRow(ViewRow):
-    """One call to a tool or to an episode's judge."""
-
-    VIEW: ClassVar[str] = "v_tool_calls"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    step: int
-    call: int
-    kind: str
-    tool: str
-    arguments: Any
-    loose: bool
-    status: str
-    result: str | None
-    error_class: str | None
-    effects: str
-    starts: int
-    attempts: int
-    seconds: float
-    cpu_seconds: float | None
-    queue_seconds: float | None
-    sandbox: str | None
-    exit_status: str | None
-    exit_code: int | None
-    worker: str
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
+from agentrl.workflow.tables.views import CallRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape
-from agentrl.workflow.store.reads.ledger import FateRow
 from agentrl.workflow.store.reads.paging import select_values
-from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.views import EpisodeRow, FateRow, RewardRow
 
 MAX_FORKS = 100
 MAX_REWARDS = 500

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.call_rows import CallRow
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
-from agentrl.workflow.store.reads.reward_rows import RewardRow
-from agentrl.workflow.store.reads.step_rows import StepRow
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.tables.views import CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import Episode, Step
 
 EPISODE_ORDERS = {
@@ -19,46 +16,6 @@ EPISODE_ORDERS = {
     "errors": "tool_errors", "tokens": "sampled_tokens",
 }  # fmt: skip
 """What the list may be sorted by -> the column of `episodes`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EpisodeRow(ViewRow):
-    """One attempt at one task."""
-
-    VIEW: ClassVar[str] = "v_episodes"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    slot: int
-    sample: int
-    task: str
-    status: str
-    stop_reason: str | None
-    reward: float | None
-    advantage: float | None
-    final_answer: str
-    reference: str
-    policy_version: int
-    staleness: int | None
-    steps: int
-    prompt_tokens: int
-    sampled_tokens: int
-    tool_calls: int
-    tool_errors: int
-    generate_seconds: float
-    tool_seconds: float
-    seconds: float | None
-    error_class: str
-    error: str
-    tainted: bool
-    attempt: int
-    parent_id: int | None
-    fork_step: int | None
-    inherited_steps: int
-    group_id: int
-    started_at: datetime | None
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.views import EvalRow
 from agentrl.workflow.trajectory import PolicyRef
 
 MEASURED = """
@@ -23,33 +23,6 @@ MEASURED = """
 those that a person did."""
 
 EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EvalRow(ViewRow):
-    """An evaluation of a policy on tasks."""
-
-    VIEW: ClassVar[str] = "v_evals"
-    id: int
-    run: str
-    measures: str | None
-    policy_version: int
-    status: str
-    reason: str
-    dataset: str
-    split: str | None
-    tasks: int | None
-    episodes: int | None
-    errors: int | None
-    mean_reward: float | None
-    low: float | None
-    high: float | None
-    interval_by: str | None
-    accuracy: float | None
-    pass_at: Mapping[str, float] | None
-    policy: str | None
-    created_at: datetime
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

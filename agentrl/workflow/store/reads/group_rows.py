@@ -1,39 +1,14 @@
 """Groups: the episodes of one task in one iteration, which share a baseline."""
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page
+from agentrl.workflow.tables.views import GroupRow
 
 GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupRow(ViewRow):
-    """The episodes of one task in one iteration."""
-
-    VIEW: ClassVar[str] = "v_groups"
-    id: int
-    run: str
-    iteration: int
-    slot: int
-    kind: str
-    status: str
-    dropped: str
-    task: str
-    reference: str
-    mean_reward: float | None
-    std_reward: float | None
-    attempt: int
-    losses: int
-    failures: int
-    worker: str
-    started_at: datetime | None
-    finished_at: datetime | None
-    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.driver_reader import among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.credit_rows import load_rewards_in
-from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 MAX_EPISODES = 4096
 """The most episodes of one answer, in whole groups."""

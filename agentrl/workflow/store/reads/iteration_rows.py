@@ -1,66 +1,15 @@
 """Iterations of a run, and the optimizer steps of their updates."""
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "iteration"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IterationRow(ViewRow):
-    """An iteration: its rollouts, its update."""
-
-    VIEW: ClassVar[str] = "v_iterations"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    status: str
-    skipped: str
-    episodes: int
-    trainable: int
-    dropped_groups: int
-    more_groups: int
-    groups: int
-    flat_groups: int
-    mean_reward: float | None
-    policy_version: int
-    eval_reward: float | None
-    staleness: int | None
-    loss: float | None
-    kl: float | None
-    policy_kl: float | None
-    entropy: float | None
-    clip_fraction: float | None
-    grad_norm: float | None
-    value_loss: float | None
-    explained_variance: float | None
-    sampler_difference_mean: float | None
-    sampler_difference_max: float | None
-    importance_outside: float | None
-    importance_weight: float | None
-    importance_truncated: float | None
-    effective_sample_size: float | None
-    log_ratio_clamped: float | None
-    tokens: int
-    prompt_tokens: int
-    sampled_tokens: int
-    tool_calls: int
-    tool_errors: int
-    update_seconds: float | None
-    peak_memory_bytes: float | None
-    tflops: float | None
-    mfu: float | None
-    rollout_seconds: float | None
-    seconds: float | None
-    started_at: datetime | None
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,38 +42,6 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
             since_values(chosen.since, run["id"])["first_open"],
         )
     return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "iteration")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateRow(ViewRow):
-    """An optimizer step."""
-
-    VIEW: ClassVar[str] = "v_updates"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    minibatch: int
-    rows: int
-    tokens: int
-    loss: float | None
-    kl: float | None
-    entropy: float | None
-    clip_fraction: float | None
-    ratio: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    policy_kl: float | None
-    kl_coef: float | None
-    value_loss: float | None
-    explained_variance: float | None
-    sampler_difference_mean: float | None
-    sampler_difference_max: float | None
-    importance_outside: float | None
-    importance_weight: float | None
-    importance_truncated: float | None
-    effective_sample_size: float | None
-    log_ratio_clamped: float | None
 
 
 @dataclass(frozen=True, slots=True)

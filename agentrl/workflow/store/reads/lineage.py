@@ -6,7 +6,8 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import Paging
-from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, list_runs, run_by_id
+from agentrl.workflow.store.reads.run_rows import RunFilter, list_runs, run_by_id
+from agentrl.workflow.tables.views import RunRow
 
 
 @dataclass(frozen=True, slots=True)

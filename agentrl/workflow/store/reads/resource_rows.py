@@ -2,31 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ResourceRow(ViewRow):
-    """A version of a text."""
-
-    VIEW: ClassVar[str] = "v_resources"
-    id: int
-    run: str
-    name: str
-    version: int
-    parent_version: int | None
-    note: str
-    chosen: bool
-    text: str
-    episodes_done: int
-    mean_reward: float | None
-    choose_reward: float | None
-    created_at: datetime
+from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +29,6 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
     return select_page(tx, ResourceRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CriticCallRow(ViewRow):
-    """A request of a search to its critic."""
-
-    VIEW: ClassVar[str] = "v_critic_calls"
-    id: int
-    run: str
-    model: str
-    messages: list[Mapping[str, str]]
-    answer: str
-    seconds: float
-    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

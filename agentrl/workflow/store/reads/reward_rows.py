@@ -1,28 +1,12 @@
 """Rewards: the parts of an episode's reward, in each reward set."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RewardRow(ViewRow):
-    """A part of an episode's reward; `step` is None if it is for the full episode."""
-
-    VIEW: ClassVar[str] = "v_rewards"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    task: str
-    reward_set: str
-    part: str
-    step: int | None
-    value: float
-    weight: float
+from agentrl.workflow.tables.views import RewardRow
 
 
 @dataclass(frozen=True, slots=True)

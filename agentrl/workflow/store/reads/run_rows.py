@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
@@ -13,7 +12,6 @@ from agentrl.workflow.store.reads.paging import (
     Page,
     Paging,
     R,
-    ViewRow,
     choose_conditions,
     escape_like,
     select_page,
@@ -21,6 +19,7 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
 
 RUN_ORDERS = {
@@ -28,35 +27,6 @@ RUN_ORDERS = {
     "seconds": "seconds",
 }  # fmt: skip
 """What the list may be sorted by -> the column."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunRow(ViewRow):
-    """A run: its task and its progress."""
-
-    VIEW: ClassVar[str] = "v_runs"
-    id: int
-    run: str
-    kind: str
-    status: str
-    reason: str
-    dataset: str
-    model: str
-    seed: int
-    epochs: int
-    iterations: int
-    iterations_done: int
-    policy_version: int | None
-    episodes_done: int
-    last_reward: float | None
-    eval_reward: float | None
-    best_reward: float | None
-    best_version: int | None
-    measures: str | None
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.reads.label_rows import load_tags
-from agentrl.workflow.store.reads.run_rows import RunRow
+from agentrl.workflow.tables.views import RunRow
 
 SPARK_POINTS = 60
 """The most points of a sparkline."""

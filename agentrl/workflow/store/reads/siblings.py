@@ -6,11 +6,10 @@ from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
 from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, in_parts, load_shape, shape_value
-from agentrl.workflow.store.reads.group_rows import GroupRow
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.views import EpisodeRow, GroupRow
 
 SHORT_CHARS = 4001
 """The most characters that are read of a sibling's text: one more than is shown."""

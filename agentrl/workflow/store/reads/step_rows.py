@@ -1,43 +1,12 @@
 """Steps: the turns of the policy. Their exact tokens are in an episode's value (`find_episode`)."""
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRow(ViewRow):
-    """One turn of the policy in an episode."""
-
-    VIEW: ClassVar[str] = "v_steps"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    step: int
-    attempt: int
-    thought: str
-    content: str
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    sampled_tokens: int
-    mean_logprob: float | None
-    generate_seconds: float
-    policy_version: int
-    staleness: int | None
-    new_row: str | None
-    chain: int
-    parent_step: int | None
-    shared_tokens: int | None
-    delivered: bool
-    request_id: str | None
-    sampled_at: datetime
-    observed_at: datetime | None
+from agentrl.workflow.tables.views import StepRow
 
 
 @dataclass(frozen=True, slots=True)
