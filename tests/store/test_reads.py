@@ -26,19 +26,15 @@ from agentrl.workflow.store.reads import (
     iteration_rows,
     ledger,
     open_work,
-    reward_rows,
     run_rows,
 )
-from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptFilter, list_agent_attempts
 from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter, list_annotations
-from agentrl.workflow.store.reads.call_rows import CallFilter, list_calls
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
 from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
 from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, decode_cursor, iterate_rows, select_values
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
-from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
 from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.tables.views import VIEWS, RunRow
 from tests.conftest import created
@@ -64,9 +60,7 @@ LISTS: dict[str, tuple[Callable[..., Page[Any]], object]] = {
     "updates": (iteration_rows.list_updates, iteration_rows.UpdateFilter("large")),
     "groups": (list_groups, GroupFilter("large")),
     "episodes": (list_episodes, EpisodeFilter("large")),
-    "steps": (list_steps, StepFilter("large")),
-    "calls": (list_calls, CallFilter("large")),
-    "rewards": (reward_rows.list_rewards, reward_rows.RewardFilter("large")),
+    "annotations": (list_annotations, AnnotationFilter("large")),
     "evals": (eval_results.list_evals, eval_results.EvalFilter()),
     "events": (list_events, EventFilter("large")),
 }
@@ -94,14 +88,6 @@ def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: 
 
 
 # rows
-
-
-def test_attempts_of_agents_are_listed_by_run_and_by_episode(grown: Database) -> None:
-    listed = list_agent_attempts(grown, AgentAttemptFilter("large")).rows
-    assert {row.run for row in listed} == {"large"}
-    only = list_agent_attempts(grown, AgentAttemptFilter(episode=listed[0].episode_id)).rows
-    assert [row.id for row in only] == [listed[0].id]
-    assert not list_agent_attempts(grown, AgentAttemptFilter("large", status="lost")).rows
 
 
 def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) -> None:
@@ -206,21 +192,18 @@ def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
         assert 0 < len(met) < len(everything), asked
         assert list_page(grown, replace(base, **asked), Paging(MAX_SIZE)).rows == met, asked
 
-    episodes, groups, calls = EpisodeFilter("large"), GroupFilter("large"), CallFilter("large")
+    episodes, groups, annotations = EpisodeFilter("large"), GroupFilter("large"), AnnotationFilter("large")
     group, episode = list_episodes(grown, episodes).rows[0].group_id, 130
     check(list_episodes, episodes, lambda row: row.group_id == group, group=group)
     check(list_episodes, EpisodeFilter("old"), lambda row: row.error == "the reward raised", text="REWARD raised")
     check(list_episodes, episodes, lambda row: "84" in row.final_answer, text="84")
     # Every call's result is 42; only those of failed calls are looked at.
-    failed = {
-        row.episode_id for row in list_calls(grown, replace(calls, error_class="division_by_zero"), Paging(MAX_SIZE)).rows
-    }
+    failed = values(grown, "SELECT episode_id FROM tool_calls WHERE error_class = 'division_by_zero' AND run = 'large'")
     check(list_episodes, episodes, lambda row: row.id in failed or "42" in row.final_answer + row.error, text="42")
     check(list_groups, groups, lambda row: row.iteration == 2 and row.task == "train/20", iteration=2, task="train/20")
     check(list_iterations, IterationFilter("large"), lambda row: row.iteration > 1, after=1)
     check(list_iterations, IterationFilter("live"), lambda row: row.status == "running", status="running")
-    check(list_calls, calls, lambda row: row.error_class is not None, error_class="division_by_zero")
-    check(list_calls, calls, lambda row: row.episode_id == episode, episode=episode)
+    check(list_annotations, annotations, lambda row: row.episode_id == episode, episode=episode)
     check(list_runs, RunFilter(), lambda row: row.kind == "fork", kind="fork")
     check(list_runs, RunFilter(), lambda row: "AR" in row.run.upper(), text="aR")
     check(eval_results.list_evals, eval_results.EvalFilter(), lambda row: row.measures == "old", measures="old")
@@ -238,7 +221,7 @@ def test_what_a_text_filter_is_given_is_text(database: Database, word: str) -> N
 def test_a_number_that_no_database_takes_meets_no_row(database: Database, number: int) -> None:
     start(database, submission())
     assert list_episodes(database, EpisodeFilter("first", iteration=number, group=number)).rows == ()
-    assert list_steps(database, StepFilter(episode=number)).rows == ()
+    assert list_annotations(database, AnnotationFilter(episode=number)).rows == ()
     assert ledger.list_fates(database, "first", number) == []
 
 

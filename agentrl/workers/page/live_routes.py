@@ -21,7 +21,7 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.shown.whole_run import list_shown_runs
 from agentrl.workflow.errors import AgentRLError, NotFoundError
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import curves, live_state, run_rows
+from agentrl.workflow.store.reads import changes, curves, run_rows
 
 LOOK_SECONDS = 0.5
 """The time between two looks at a run that somebody listens to."""
@@ -147,8 +147,8 @@ async def _next(watch: _Watch, told: Seen | None) -> Seen | None:
 def _see(store: ReadOnlyStore, run: int | None) -> Seen:
     try:
         if run is None:
-            return Seen(_short(live_state.find_list_stamp(store)))
-        state = live_state.find_state(store, run)
+            return Seen(_short(changes.find_list_stamp(store)))
+        state = changes.find_state(store, run)
     except AgentRLError as error:
         return Seen(busy=error.message)
     except Exception as error:  # noqa: BLE001 - whoever listens is told, and the next look is taken

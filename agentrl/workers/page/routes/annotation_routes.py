@@ -11,7 +11,7 @@ from agentrl.workers.page.routes.asked import Store
 from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
 from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import annotation_rows, prompt_rows, resource_rows, run_rows
+from agentrl.workflow.store.reads import annotation_rows, resource_rows, run_rows
 from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
@@ -142,7 +142,7 @@ def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -
     """Return the versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
 
     def page(tx: DriverTransaction, name: str) -> dict[str, Any]:
-        found = prompt_rows.list_prompts(tx, name, size, cursor)
+        found = resource_rows.list_prompts(tx, name, size, cursor)
         searched = run_rows.run_by_id(tx, run).kind == "search"
         gain = _find_gain(tx, name) if searched and not cursor else None
         rows = cut_rows(found.rows, SHOWN_CHARS)

@@ -11,7 +11,7 @@ from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_names
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads.episode_texts import MAX_PATH, load_text
+from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
 
 router = APIRouter(prefix="/api", tags=["episodes"])
 

@@ -14,7 +14,7 @@ from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Si
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.paired_test import PairedComparison
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import eval_results, eval_tasks, run_rows
+from agentrl.workflow.store.reads import eval_results, run_rows
 from agentrl.workflow.store.reads.eval_results import EvalFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.tables.views import EvalRow
@@ -104,8 +104,8 @@ def compare(store: Store, a: int, b: int) -> Response:
 
     def both(tx: DriverTransaction) -> dict[str, Any]:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))
-        found = _document(sides, eval_tasks.list_first_episodes(tx, a, b))
-        questions = eval_tasks.load_questions(tx, [row["task_id"] for row in found["tasks"]])
+        found = _document(sides, eval_results.list_first_episodes(tx, a, b))
+        questions = eval_results.load_questions(tx, [row["task_id"] for row in found["tasks"]])
         return {**found, "tasks": [{**row, "question": questions[row["task_id"]]} for row in found["tasks"]]}
 
     return answer(store.ask(both))

@@ -21,16 +21,7 @@ from agentrl.workers.page.shown.config_rows import compare_configs
 from agentrl.workers.page.shown.cutting import cut_rows, cut_texts
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import (
-    curves,
-    episode_rows,
-    event_rows,
-    iteration_details,
-    lanes,
-    ledger,
-    run_details,
-    run_rows,
-)
+from agentrl.workflow.store.reads import curves, episode_rows, event_rows, iteration_rows, lanes, ledger, run_details, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
@@ -132,7 +123,7 @@ def read_lanes(
 @router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
 def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return one iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
-    found = store.ask_about_run(run, lambda tx, name: iteration_details.load_iteration(tx, name, number))
+    found = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
     return answer({**told, "left_out": found.left_out})
 

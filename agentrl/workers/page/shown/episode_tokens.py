@@ -10,8 +10,7 @@ from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
 from agentrl.workflow.analysis.token_strip import ELSEWHERE, Piece, list_pieces, place_chains
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
-from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, StepTokens, load_tokens
-from agentrl.workflow.store.reads.turn_rows import load_steps
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4

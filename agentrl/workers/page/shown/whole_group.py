@@ -14,7 +14,7 @@ from agentrl.workflow.analysis.alignment import Alignment, Branch, align
 from agentrl.workflow.store.reads.credit_rows import load_group_members
 from agentrl.workflow.store.reads.episode_relations import load_run_of, load_task_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape
-from agentrl.workflow.store.reads.siblings import (
+from agentrl.workflow.store.reads.group_rows import (
     GroupOf,
     load_group,
     load_short_results,
@@ -24,7 +24,7 @@ from agentrl.workflow.store.reads.siblings import (
     load_sibling_readers,
     load_sibling_shapes,
 )
-from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, unpack_ids
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000

@@ -14,7 +14,7 @@ from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
-from agentrl.workflow.store.reads.run_summaries import load_summaries
+from agentrl.workflow.store.reads.run_details import load_summaries
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100

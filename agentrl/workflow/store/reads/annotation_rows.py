@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging
-from agentrl.workflow.store.reads.run_rows import select_parts_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, choose_conditions, select_page
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.tables.views import AnnotationRow
 
 
@@ -26,4 +26,8 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
     """Annotations in the order in which they were written."""
-    return select_parts_page(tx, AnnotationRow, chosen, _CONDITIONS, paging)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    if chosen.run is not None:
+        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
+    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
+    return select_page(tx, AnnotationRow, conditions, values, paging or Paging(), orders, "id")

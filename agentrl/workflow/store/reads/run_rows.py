@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import (
-    BY_NUMBER,
-    FEW_BY_NUMBER,
     Page,
     Paging,
-    R,
     choose_conditions,
     escape_like,
     select_page,
@@ -237,24 +234,3 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 def run_id_and_name(tx: Any, run: str) -> Row:
     """Id and name of a run. Raises as `find_run`."""
     return find_run(tx, run, "id, name")
-
-
-class OfEpisode(Protocol):
-    """A filter of what episodes consist of."""
-
-    @property
-    def run(self) -> str | None:
-        """The run's name or number; None for all."""
-
-    @property
-    def episode(self) -> int | None:
-        """The episode's number; None for all."""
-
-
-def select_parts_page(tx: Any, kind: type[R], chosen: OfEpisode, known: Mapping[str, str], paging: Paging | None) -> Page[R]:
-    """Return a page of what episodes consist of, in order of their numbers; `known` as in `choose_conditions`."""
-    conditions, values = choose_conditions(chosen, known)
-    if chosen.run is not None:
-        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
-    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, kind, conditions, values, paging or Paging(), orders, "id")
