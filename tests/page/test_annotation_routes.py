@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS
 from agentrl.workflow.store import search_rounds
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import series

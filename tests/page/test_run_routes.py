@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-from agentrl.workers.page.shown.config_rows import compare_configs, list_config
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workers.page.shown.whole_run import compare_configs, list_config
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.blocked_runs import find_wait_reason, wait_for

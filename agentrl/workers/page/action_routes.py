@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import ReadOnlyStore
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.errors import AccessDenied, ConfigError, StateError
 from agentrl.workflow.runtime import shown_text

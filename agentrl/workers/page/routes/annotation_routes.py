@@ -7,8 +7,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import SHOWN_CHARS, cut_rows
 from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import annotation_rows, resource_rows, run_rows

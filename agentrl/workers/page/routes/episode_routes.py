@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.episode_answers import TextPart, Tokens, WholeEpisode
 from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import cut_rows
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import cut_rows
 from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Sides, counted_rewards, list_remarks, load_sides
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.paired_test import PairedComparison

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.episode_answers import Advantage, ShownRow, ShownTask
 from agentrl.workers.page.shown.episode_tokens import check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts

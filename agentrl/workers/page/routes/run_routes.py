@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.run_answers import (
     ConfigRows,
     CurvesAnswer,
@@ -17,9 +17,8 @@ from agentrl.workers.page.routes.run_answers import (
     RunsPage,
     WholeRun,
 )
-from agentrl.workers.page.shown.config_rows import compare_configs
-from agentrl.workers.page.shown.cutting import cut_rows, cut_texts
-from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run
+from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
+from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import curves, episode_rows, event_rows, iteration_rows, lanes, ledger, run_details, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter

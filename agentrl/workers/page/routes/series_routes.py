@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workflow.store.reads import series
 
 router = APIRouter(prefix="/api", tags=["series"])

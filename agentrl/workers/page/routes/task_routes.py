@@ -6,8 +6,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, cut_rows, cut_value
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_value
 from agentrl.workflow.store.reads import task_rows
 
 router = APIRouter(prefix="/api", tags=["tasks"])

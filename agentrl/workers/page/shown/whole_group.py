@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import Reader, explain_members
-from agentrl.workers.page.shown.cutting import cut_texts
 from agentrl.workers.page.shown.episode_tokens import packed_line, place_in_line
-from agentrl.workers.page.shown.shown_messages import new_messages, shown_message, shown_task
-from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workers.page.shown.shown_texts import ShownTexts, cut_texts, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
 from agentrl.workflow.analysis.alignment import Alignment, Branch, align
 from agentrl.workflow.store.reads.credit_rows import load_group_members

@@ -13,6 +13,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
 from agentrl.workflow.store.row_codecs import unpack
+from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
@@ -50,10 +51,12 @@ def _equal(asked: Any) -> int | None:
     return asked.get(EQUAL) if isinstance(asked, dict) else None
 
 
-_CALL_COLUMNS = f"""
-    c.id, c.step_id, c.step, c.call, c.tool, c.kind, c.arguments, c.loose, c.status, {cut_column("c.result")}, c.error_class,
-    c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds, c.sandbox, c.exit_status, c.exit_code, c.worker, c.created_at,
-    c.started_at, c.finished_at"""
+CALL_FIELDS = tuple(name for name in CallRow.COLUMNS if name not in ("run", "iteration", "episode_id", "effects"))
+"""The columns of a call that a page shows: those of `v_tool_calls` but for what its episode says."""
+_READ_OTHERWISE = {"result": cut_column("c.result"), "queue_seconds": ""}
+_CALL_COLUMNS = "c.step_id, " + ", ".join(
+    column for name in CALL_FIELDS if (column := _READ_OTHERWISE.get(name, f"{CallRow.COLUMNS[name].sql} AS {name}"))
+)
 
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
@@ -94,12 +97,15 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
     return found
 
 
+ANNOTATION_FIELDS = tuple(name for name in AnnotationRow.COLUMNS if name not in ("run", "iteration", "episode_id", "attempt"))
+"""The columns of an annotation that a page shows: those of `v_annotations` but for what its episode says."""
+
+
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], most: int) -> tuple[list[Row], int]:
     """Return what was said of these steps, or, where there are none, of the episode; and how much of it was too much."""
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
-    query = f"""
-        SELECT a.id, a.step, a.source, a.kind, a.name, a.data, a.seconds, a.created_at {of_it} ORDER BY a.id LIMIT {most + 1}"""
+    query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {most + 1}"
     found = select_rows(tx, query, id=episode, attempt=attempt)
     if len(found) <= most:
         return found, 0
