@@ -150,7 +150,7 @@ lint: env
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench.generated --check
 
-# The Trainer's typed keywords and the table of options, from the config's fields.
+# The Trainer's typed keywords, the tables of options and views, the types of columns.
 generated: env
 	$(BIN)/python -m bench.generated
 

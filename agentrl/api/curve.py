@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.api import html
-from agentrl.workflow.store.reads.iteration_rows import IterationRow
+from agentrl.workflow.tables.views import IterationRow
 
 if TYPE_CHECKING:
     import pandas

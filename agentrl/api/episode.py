@@ -10,8 +10,7 @@ from agentrl.api.lists import PAGE, Rows
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import episode_rows
-from agentrl.workflow.store.reads.call_rows import CallRow
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
+from agentrl.workflow.tables.views import CallRow, EpisodeRow
 from agentrl.workflow.training.demonstrations import message_row
 from agentrl.workflow.trajectory import Episode, Message, messages_of
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from agentrl.api import html
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
+from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.tables.view_row import ViewRow
 
 if TYPE_CHECKING:
     import datasets
@@ -53,7 +54,7 @@ class Rows(Generic[R, V]):
         """Return all rows as an Arrow table. Column types do not depend on the values; documents are JSON text."""
         import pyarrow
 
-        schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in columns_of(self.kind).items()])
+        schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in self.kind.types().items()])
         batches = [
             pyarrow.RecordBatch.from_pylist([_plain(row) for row in page], schema=schema) for page in self._pages() if page
         ]
@@ -65,7 +66,7 @@ class Rows(Generic[R, V]):
 
         table = self.to_arrow()
         frame: pandas.DataFrame = table.to_pandas()
-        for name, hint in columns_of(self.kind).items():
+        for name, hint in self.kind.types().items():
             if int in get_args(hint):
                 frame[name] = pandas.array(table.column(name).to_pylist(), dtype="Int64")
         return frame
@@ -90,7 +91,7 @@ class Rows(Generic[R, V]):
 
     def _repr_html_(self) -> str:
         rows = list(islice(self.rows(), SHOWN + 1))
-        return html.table(list(columns_of(self.kind)), [list(row.values()) for row in rows[:SHOWN]], more=len(rows) > SHOWN)
+        return html.table(list(self.kind.COLUMNS), [list(row.values()) for row in rows[:SHOWN]], more=len(rows) > SHOWN)
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,6 @@ class Table:
 
     def _repr_html_(self) -> str:
         return html.table(self.columns, self.rows[:SHOWN], more=len(self.rows) > SHOWN)
-
-
-def columns_of(kind: type[ViewRow]) -> dict[str, Any]:
-    """Return the columns of a kind of rows with their types."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}  # type: ignore[arg-type]
 
 
 def _arrow_type(hint: Any) -> "pyarrow.DataType":

@@ -14,12 +14,12 @@ from agentrl.workflow.store import run_names
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import eval_results, event_rows, group_rows, iteration_rows, resource_rows, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
-from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
+from agentrl.workflow.store.reads.eval_results import EvalFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
-from agentrl.workflow.store.reads.group_rows import GroupFilter, GroupRow
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, IterationRow, UpdateFilter, UpdateRow
-from agentrl.workflow.store.reads.resource_rows import CriticCallFilter, CriticCallRow, ResourceFilter, ResourceRow
-from agentrl.workflow.store.reads.run_rows import RunRow
+from agentrl.workflow.store.reads.group_rows import GroupFilter
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, UpdateFilter
+from agentrl.workflow.store.reads.resource_rows import CriticCallFilter, ResourceFilter
+from agentrl.workflow.tables.views import CriticCallRow, EvalRow, GroupRow, IterationRow, ResourceRow, RunRow, UpdateRow
 from agentrl.workflow.trajectory import Message, PolicyRef, Role
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import run_rows, user_sql
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
-from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow
+from agentrl.workflow.store.reads.run_rows import RunFilter
+from agentrl.workflow.tables.views import RunRow
 
 FILE = "agentrl.db"
 """What a data folder's database is called."""

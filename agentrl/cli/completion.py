@@ -121,9 +121,9 @@ def _stop_reason_choices(incomplete: str) -> list[Choice]:
 
 def _view_choices(incomplete: str) -> list[Choice]:
     """The views, as `sql --schema` takes them."""
-    from agentrl.workflow.tables.descriptions import VIEWS
+    from agentrl.workflow.tables.views import VIEWS
 
-    return list(VIEWS.items())
+    return [(view, kind.meaning()) for view, kind in VIEWS.items()]
 
 
 CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {

@@ -264,7 +264,7 @@ def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Seque
     from agentrl.workers.requests.submit import prepare
     from agentrl.workers.stack.process import database
     from agentrl.workflow.resolve import parse_weights
-    from agentrl.workflow.store.reads import solved_tasks
+    from agentrl.workflow.store.reads import task_rows
 
     dataset = config.dataset
     rows, weights = {"map": dataset.map, "filter": dataset.filter}, parse_weights(reward or ())
@@ -273,8 +273,8 @@ def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Seque
     )
     prepared = with_policy_name(prepare(existing_database(), measured, kind="eval", policy=ref), model)
     run = run_to_end(prepared, samples).name
-    shares = [count.share for count in solved_tasks.load_solved(database(), run).values()]
-    groups = solved_tasks.count_equal_groups(database(), run)
+    shares = [count.share for count in task_rows.load_solved(database(), run).values()]
+    groups = task_rows.count_equal_groups(database(), run)
     return {
         "run": run,
         "sampled": len(shares),

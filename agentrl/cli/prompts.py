@@ -13,7 +13,7 @@ from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 
 if TYPE_CHECKING:
-    from agentrl.workflow.store.reads.resource_rows import ResourceRow
+    from agentrl.workflow.tables.views import ResourceRow
 
 SHOWN = 60
 """Characters of a text in the list."""

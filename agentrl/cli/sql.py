@@ -60,22 +60,19 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
         NotFoundError: there is no view of that name.
     """
     from agentrl.workflow.errors import NotFoundError, did_you_mean
-    from agentrl.workflow.settings import settings
-    from agentrl.workflow.store.reads.user_sql import list_columns
-    from agentrl.workflow.tables import descriptions
+    from agentrl.workflow.tables.views import VIEWS
 
-    if view is not None and view not in descriptions.VIEWS:
-        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], descriptions.VIEWS))
+    if view is not None and view not in VIEWS:
+        raise NotFoundError(f"There is no view {view!r:.100}.", did_you_mean(view[:100], VIEWS))
     views: list[dict[str, Any]] = [
         {
             "view": name,
-            "meaning": descriptions.VIEWS[name],
+            "meaning": VIEWS[name].meaning(),
             "columns": [
-                {"column": column_name, "meaning": descriptions.column_meaning(name, column_name)}
-                for column_name in list_columns(settings(), name)
+                {"column": column_name, "meaning": column.meaning} for column_name, column in VIEWS[name].COLUMNS.items()
             ],
         }
-        for name in ([view] if view else descriptions.VIEWS)
+        for name in ([view] if view else VIEWS)
     ]
     lines = [(each["view"], column["column"], column["meaning"]) for each in views for column in each["columns"]]
     if as_json:
@@ -83,7 +80,7 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
     elif as_csv:
         show_csv(("view", "column", "meaning"), lines)
     elif view:
-        show(f"{view}: {descriptions.VIEWS[view]}\n")
+        show(f"{view}: {VIEWS[view].meaning()}\n")
         show_table(("column", "meaning"), [line[1:] for line in lines])
     else:
         for each in views:

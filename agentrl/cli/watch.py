@@ -6,12 +6,12 @@ import typer
 
 from agentrl.cli.console import Json, show, show_json, show_lines
 from agentrl.cli.follow import follow, load_view, summary
-from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
+from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_database
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
     """Follow a run to its end (with --json: its state now)."""
-    db = stored_reader()
+    db = stored_database()
     run = pick_run(db, run)
     if as_json:
         view = load_view(db, run)

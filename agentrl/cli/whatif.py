@@ -14,7 +14,7 @@ from agentrl.workflow.runtime.shown_text import Line
 if TYPE_CHECKING:
     from agentrl.workers.requests.whatif_request import WhatIfRequest
     from agentrl.workflow.analysis.counterfactual import Finding
-    from agentrl.workflow.store.reads.update_inputs import UpdateInputs
+    from agentrl.workflow.store.reads.provenance import UpdateInputs
 
 WIDTH = 80
 NAME_CHARS = 13

@@ -1,1 +1,1 @@
-"""Files that are made from the config: the Trainer's typed keywords, and the table of options in the docs."""
+"""Files that repeat a declaration: typed keywords, types of columns, tables of options and views in the docs."""

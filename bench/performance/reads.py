@@ -32,7 +32,6 @@ from agentrl.workflow.store import (
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import open_iterations
 from agentrl.workflow.store.reads import (
-    call_rows,
     changes,
     episode_rows,
     eval_results,
@@ -42,20 +41,14 @@ from agentrl.workflow.store.reads import (
     ledger,
     open_work,
     provenance,
-    reward_rows,
     run_rows,
-    step_rows,
-    update_inputs,
 )
-from agentrl.workflow.store.reads.call_rows import CallFilter
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.eval_results import EvalFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter
 from agentrl.workflow.store.reads.group_rows import GroupFilter
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, UpdateFilter
 from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging
-from agentrl.workflow.store.reads.reward_rows import RewardFilter
-from agentrl.workflow.store.reads.step_rows import StepFilter
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.views import VIEWS
 from agentrl.workflow.trajectory import PolicyRef
@@ -135,9 +128,6 @@ def pages(episode: int) -> dict[str, Read]:
     """Name -> what is read of an episode: `replay`, `replay --verify`, `fork`, the views that know episodes."""
     found: dict[str, Read] = {
         f"episode {episode}: find_episode": lambda database: episode_rows.find_episode(database, episode),
-        f"episode {episode}: list_steps": _list(step_rows.list_steps, StepFilter(episode=episode)),
-        f"episode {episode}: list_calls": _list(call_rows.list_calls, CallFilter(episode=episode)),
-        f"episode {episode}: list_rewards": _list(reward_rows.list_rewards, RewardFilter(episode=episode)),
         f"episode {episode}: find_origin": lambda database: provenance.find_origin(database, episode),
         f"episode {episode}: fork_point": lambda database: forks.load_fork_point(database, episode, 1),
         f"episode {episode}: chosen": lambda database: offline_data.load_chosen_episodes(database, [episode]),
@@ -161,9 +151,6 @@ def pages_of(run: Run) -> dict[str, Read]:
         "list_groups": _list(group_rows.list_groups, GroupFilter(name)),
         "list_groups, iteration=1": _list(group_rows.list_groups, GroupFilter(name, iteration=1)),
         "list_episodes, of a group": _page(name, {"group": 2}),
-        "list_steps": _list(step_rows.list_steps, StepFilter(name)),
-        "list_calls": _list(call_rows.list_calls, CallFilter(name)),
-        "list_rewards": _list(reward_rows.list_rewards, RewardFilter(name)),
         "waiting_evals": lambda database: evals.list_open_evals(database, run.id),
         "find_policy": lambda database: run_names.find_policy(database, name, None),
         "find_policy, best": lambda database: run_names.find_policy(database, name, "best"),
@@ -183,7 +170,7 @@ def loads(run: Run) -> dict[str, Read]:
     """Name -> what loads an iteration's episodes, or 500, with every step and token."""
     return {
         f"{run.name}: what an update reads": lambda database: _load(database, run.id),
-        f"{run.name}: whatif": lambda database: update_inputs.load_update_inputs(database, run.name, None),
+        f"{run.name}: whatif": lambda database: provenance.load_update_inputs(database, run.name, None),
         f"{run.name}: rescore, 500 episodes": lambda database: next(reward_sets.iterate_done_episodes(database, run.id)),
     }
 
@@ -200,7 +187,6 @@ def lists(run: Run) -> dict[str, Read]:
         "list_events": _list(event_rows.list_events, EventFilter(name), WHOLE),
         "list_events, page": _list(event_rows.list_events, EventFilter(name)),
         "list_groups, flat": _list(group_rows.list_groups, GroupFilter(name), Paging(sort="deviation")),
-        "list_calls, failed": _list(call_rows.list_calls, CallFilter(name, error_class="tool_error")),
         "list_fates": lambda database: ledger.list_fates(database, name, 1),
         "list_episodes, last page": _page(name, {}, offset=last),
         "list_episodes, best": _page(name, {}, sort="-reward"),

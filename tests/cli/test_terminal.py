@@ -16,7 +16,7 @@ from agentrl.workflow.runtime.shown_text import CELL_CHARS
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.tables import descriptions
+from agentrl.workflow.tables.column_meanings import MEANINGS
 from agentrl.workflow.tables.views import VIEWS
 from tests.cli.test_cli import agentrl, data, run  # noqa: F401 - fixtures
 from tests.conftest import forget_process
@@ -123,9 +123,9 @@ def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = {each["view"]: each["columns"] for each in json.loads(agentrl(capsys, "sql", "--schema", "--json"))}
-    assert told.keys() == VIEWS.keys() == descriptions.VIEWS.keys()
+    assert told.keys() == VIEWS.keys()
     assert not [(view, each["column"]) for view, columns in told.items() for each in columns if not each["meaning"]]
-    assert {each["column"] for columns in told.values() for each in columns} == descriptions.COLUMNS.keys()
+    assert {each["column"] for columns in told.values() for each in columns} == MEANINGS.keys()
     assert max(len(each["meaning"]) for columns in told.values() for each in columns) <= CELL_CHARS
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--schema"], *(["--schema", view] for view in VIEWS)):

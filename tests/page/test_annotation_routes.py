@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS
 from agentrl.workflow.store import search_rounds
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import series
-from agentrl.workflow.store.reads.series import ROWS, WINDOWS, list_views, view_columns
+from agentrl.workflow.store.reads.series import WINDOWS, list_views
 from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.views import VIEWS
 from tests.search.test_search_rows import BETTER, SEED, begun, planned, rolled_out
@@ -163,9 +163,9 @@ def test_every_view_is_told_with_the_columns_that_it_has(database: Database) -> 
     assert {view["view"] for view in told} == {*VIEWS}
     with database.read() as tx:
         for view in VIEWS:
-            assert [*view_columns(view)] == list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys())
+            assert [*VIEWS[view].COLUMNS] == list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys())
     assert all(view["meaning"] and all(column["meaning"] for column in view["columns"]) for view in told)
-    assert {view for view, kind in ROWS.items() if {"run", "iteration", "id"} <= {*kind.__slots__}} == {*WINDOWS}
+    assert {view for view, kind in VIEWS.items() if {"run", "iteration", "id"} <= {*kind.COLUMNS}} == {*WINDOWS}
 
 
 def test_a_store_of_every_kind_of_run_answers_every_path_of_it(grown: Database) -> None:

@@ -10,7 +10,7 @@ from agentrl.workers.page.routes import eval_routes
 from agentrl.workflow.stats.evaluation import evaluate
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads import eval_results, live_state
+from agentrl.workflow.store.reads import changes, eval_results
 from agentrl.workflow.store.run_names import find_stored_policy
 from agentrl.workflow.tables import schema as tables
 from bench.performance import synthetic
@@ -54,7 +54,7 @@ def test_an_evaluation_that_a_person_asked_for_is_among_those_of_the_run_whose_p
     work = claim_training(database, ended.iteration)
     train_commits.commit_update(database, work, update_of(work), 3)
     page = PageOver(database)
-    before = live_state.find_state(database, 1)
+    before = changes.find_state(database, 1)
     assert page.read("/api/runs/1")["has"]["evals"] is False
     measured(database, "by-hand", 1.0, 0.5, policy=find_stored_policy(database, "trains", None))
     measured(database, "of-another", 1.0, 0.5)
@@ -63,7 +63,7 @@ def test_an_evaluation_that_a_person_asked_for_is_among_those_of_the_run_whose_p
     (point,) = page.read("/api/runs/1/curves")["evals"]
     assert (point["version"], point["run_id"], point["mean_reward"]) == (1, 2, 0.375)
     assert page.read("/api/runs/1")["has"]["evals"] is True
-    assert live_state.find_state(database, 1) != before
+    assert changes.find_state(database, 1) != before
 
 
 def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:

@@ -26,8 +26,8 @@ def test_infinity_in_every_number_is_answered_as_null(sqlite: Database, number: 
         page.read(f"/api/{route}")
 
 
-DAMAGES = ('{"a": ', f'{{"a": {"1" * 5000}}}', "[" * 980 + "]" * 980)
-"""JSON that was cut, with a number of too many digits, nested too deeply: one function reads them all."""
+DAMAGES = ('{"a": ', f'{{"a": {"1" * 5000}}}', "[" * 5000 + "]" * 5000)
+"""JSON that was cut, with a number of too many digits, nested deeper than any stack allows: one function reads them all."""
 
 
 def test_json_that_somebody_damaged_is_as_nothing_and_hides_no_other_row(sqlite: Database) -> None:

@@ -21,7 +21,7 @@ from agentrl.workers.page.service import application
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads import live_state
+from agentrl.workflow.store.reads import changes
 from agentrl.workflow.store.train_claims import IterationWork
 from tests.support.played_runs import claim_training, play, start, submission, update_of
 
@@ -167,14 +167,14 @@ def test_the_list_is_told_when_a_run_is_submitted_and_when_one_ends(database: Da
 
 def test_a_pause_an_event_and_an_episode_move_the_stamp(database: Database, served: Served) -> None:
     first, _ = start(database, submission())
-    stamps = [live_state.find_state(served.app.state.store, 1)]
+    stamps = [changes.find_state(served.app.state.store, 1)]
     play(database, first, 1.0)
-    stamps.append(live_state.find_state(served.app.state.store, 1))
+    stamps.append(changes.find_state(served.app.state.store, 1))
     planning.stop(database, "first", "paused", "by hand")
-    stamps.append(live_state.find_state(served.app.state.store, 1))
+    stamps.append(changes.find_state(served.app.state.store, 1))
     with database.engine.begin() as tx:
         tx.execute(text("INSERT INTO events (run_id, kind) VALUES (1, 'waiting')"))
-    stamps.append(live_state.find_state(served.app.state.store, 1))
+    stamps.append(changes.find_state(served.app.state.store, 1))
     assert len({(state.stamp, state.work) for state in stamps if state}) == 4
     assert len({state.stamp for state in stamps[:2] if state}) == 1  # an episode is work, which may wait to be told
 
@@ -250,15 +250,15 @@ def test_a_look_that_fails_is_told_and_the_next_one_tries_again(
     work = rolled_out(database, tasks=4)
     page = served.listen(1)
     page.event()
-    find = live_state.find_state
+    find = changes.find_state
 
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(live_state, "find_state", fail)
+    monkeypatch.setattr(changes, "find_state", fail)
     assert page.event("busy")["error"].startswith("The store cannot be read")
     commit(database, work)
-    monkeypatch.setattr(live_state, "find_state", find)
+    monkeypatch.setattr(changes, "find_state", find)
     assert page.event()["iterations"][0][1] == "done"
     page.close()
 
@@ -329,8 +329,8 @@ def test_a_look_at_a_long_run_costs_little(database: Database) -> None:
         query = "INSERT INTO iterations (run_id, number, epoch, policy_id, status) VALUES (1, :n, 0, :p, 'done')"
         tx.execute(text(query), rows)
     store = ReadOnlyStore(Settings(database_url=database.url.render_as_string(hide_password=False)))
-    live_state.find_state(store, 1)
+    changes.find_state(store, 1)
     began = time.process_time()
     for _ in range(20):
-        live_state.find_state(store, 1)
+        changes.find_state(store, 1)
     assert (time.process_time() - began) / 20 < 0.02 * live.LOOK_SECONDS * 2  # 2 % of a core, twice over for a slow machine

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-from agentrl.workers.page.shown.config_rows import compare_configs, list_config
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workers.page.shown.whole_run import compare_configs, list_config
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.blocked_runs import find_wait_reason, wait_for
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
-from agentrl.workflow.store.reads import curves, iteration_details, iteration_rows, lanes, ledger, run_summaries
+from agentrl.workflow.store.reads import curves, iteration_rows, lanes, ledger, run_details
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig
@@ -96,7 +96,7 @@ def test_a_sparkline_of_a_long_run_is_thinned_evenly_and_ends_with_the_newest_it
         tx.execute(tables.iterations.insert(), [{**row, "number": n, "mean_reward": n / 500} for n in range(500)])
     (run,) = PageOver(database).read("/api/runs")["rows"]
     numbers = [iteration for iteration, _ in run["spark"]]
-    assert len(numbers) <= run_summaries.SPARK_POINTS + 1
+    assert len(numbers) <= run_details.SPARK_POINTS + 1
     assert numbers[0] == 1
     assert numbers[-1] == 500
     assert {after - before for before, after in itertools.pairwise(numbers[:-1])} == {9}
@@ -421,7 +421,7 @@ def test_an_iteration_on_stored_groups_has_those_of_the_other_run_with_its_own_a
 
 
 def test_an_iteration_of_too_many_episodes_leaves_whole_groups_out(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration_details, "MAX_EPISODES", 20)
+    monkeypatch.setattr(iteration_rows, "MAX_EPISODES", 20)
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/iterations/1")
     assert [len(group["episodes"]) for group in found["groups"]] == [8, 8]
     assert found["left_out"] == 14

@@ -14,7 +14,7 @@ from agentrl.workflow import errors
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.plugins import KINDS
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.tables import schema, views
+from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import TRANSITIONS
 from tests.project.documents import DOCS, PAGES, ROOT, anchors, links, rows, section, shown
 
@@ -81,12 +81,6 @@ def test_the_exit_codes_are_those_of_the_code() -> None:
     assert {int(code): set(ticked(classes)) for code, _, classes in table} == raised
     assert main.__doc__ is not None
     assert {int(code) for code in re.findall(r"\b(\d+) ", main.__doc__)} == set(raised)
-
-
-def test_the_views_are_those_of_the_code() -> None:
-    table = rows(section(STABILITY, "## Views"))
-    assert {name for cells in table for name in ticked(cells[0])} == set(views.VIEWS)
-    assert set(re.findall(r"\bv_[a-z_]+", (DOCS / "queries.md").read_text().split("<!--")[0])) == set(views.VIEWS)
 
 
 def test_the_environment_variables_are_those_of_the_code() -> None:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,30 @@ import pytest
 from alembic.script import ScriptDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import make_url, text
+from sqlalchemy import JSON, Boolean, Column, Float, Integer, LargeBinary, MetaData, String, Table, make_url, null, text
 
 from agentrl import migrations
 from agentrl.cli.commands import COMMANDS
+from agentrl.workers.page.export import write_export
+from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import epoch_ends, planning, run_names
+from agentrl.workflow.store import epoch_ends, run_names
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.driver_reader import Reader, newest_revision, postgres_parts, sqlite_path
+from agentrl.workflow.store.driver_reader import (
+    DriverTransaction,
+    Reader,
+    newest_revision,
+    postgres_parts,
+    select_rows,
+    sqlite_path,
+)
 from agentrl.workflow.store.migrate import downgrade, head, open_database
 from agentrl.workflow.store.reads import episode_rows, eval_results, event_rows, iteration_rows, ledger, run_rows
 from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.tables.column_kinds import DOCUMENTS, FLAGS, MOMENTS
+from agentrl.workflow.tables.columns import Utc
+from agentrl.workflow.tables.schema import metadata
 from tests.cli.test_cli import LOADED, data, run  # noqa: F401 - fixtures
 
 HEAVY = {"torch", "transformers", "celery", "kombu", "redis", "alembic", "sqlalchemy", "psycopg", "rich", "numpy", "mako"}
@@ -76,6 +88,60 @@ def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, ru
         assert found or name in MAY_BE_EMPTY, name
 
 
+SAMPLES: dict[type, Any] = {
+    Boolean: True, Integer: 7, Float: 0.5, String: "x", LargeBinary: b"\0x", JSON: {"a": [1, None]},
+    Utc: datetime(2026, 1, 2, 3, 4, 5, 678_900, UTC),
+}  # fmt: skip
+"""Type of a column -> a value of it."""
+
+
+def test_select_rows_reads_every_column_of_the_tables(database: Database) -> None:
+    """A table has each column that any table has, with its name and type, so that a new one is tested as well."""
+    columns = {column.name: column for table in metadata.tables.values() for column in table.columns}
+    samples = Table("samples", MetaData(), *(Column(name, column.type) for name, column in columns.items()))
+    row = {name: next(SAMPLES[kind] for kind in SAMPLES if isinstance(column.type, kind)) for name, column in columns.items()}
+    nulls: dict[str, Any] = {name: null() for name in columns}
+    with database.engine.begin() as tx:
+        samples.create(tx)
+        tx.execute(samples.insert(), row)
+        tx.execute(samples.insert().values(nulls))
+    for source in (database, reader(database)):
+        full, nothing = source.ask(lambda tx: select_rows(tx, "SELECT * FROM samples"))
+        assert {name: bytes(value) if isinstance(value, memoryview) else value for name, value in full.items()} == row
+        assert {name: type(value) for name, value in full.items() if type(row[name]) is bool} == dict.fromkeys(FLAGS, bool)
+        assert set(nothing.values()) == {None}
+
+
+TYPED = {16: FLAGS, 114: DOCUMENTS, 1184: MOMENTS}
+"""Postgres' number of a type that SQLite has not -> the names of columns of that type."""
+
+
+@pytest.mark.parametrize("data", ["postgres"], indirect=True)
+def test_result_columns_of_a_type_have_a_declared_name(
+    data: Database,  # noqa: F811
+    run: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Postgres knows the type of each result column; SQLite's is found by the column's name."""
+    queries: set[str] = set()
+    rows = DriverTransaction.rows
+
+    def checked(tx: Any, query: str, parameters: Any) -> Any:
+        queries.add(query)
+        cursor = tx._connection.execute(tx.text(query), parameters)
+        for column in cursor.description:
+            for number, names in TYPED.items():
+                assert (column.type_code == number) == (column.name in names), (column.name, query)
+        return rows(tx, query, parameters)
+
+    monkeypatch.setattr(DriverTransaction, "rows", checked)
+    for query in LISTS.values():
+        query(reader(data))
+    write_export(ReadOnlyStore(settings()), "by-hand", tmp_path / "first.html", [], 20_000_000)
+    assert len(queries) > 80
+
+
 @pytest.mark.parametrize("data", ["postgres"], indirect=True)
 def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run: str) -> None:  # noqa: F811
     before = run_rows.describe_run(data, "by-hand")["created_at"]
@@ -114,9 +180,14 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
     assert run_rows.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))).rows == ()
 
 
-def test_a_query_that_the_driver_cannot_run_goes_to_the_whole_database(data: Database, run: str) -> None:  # noqa: F811
-    asked = Reader(data.url.render_as_string(hide_password=False), lambda: data)
-    assert planning.find_free_name(asked, "by") == planning.find_free_name(data, "by") == "by-1"
+def test_a_read_is_part_of_the_transaction_that_it_is_given(data: Database, run: str) -> None:  # noqa: F811
+    with data.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET reason = 'seen inside'"))
+        assert run_names.find_run(tx, "by-hand", "reason") == {"reason": "seen inside"}
+        assert run_names.find_run(data, "by-hand", "reason") == {"reason": ""}
+        tx.rollback()
+    for source in (data, reader(data)):
+        assert source.ask(lambda tx: run_names.find_run(tx, "by-hand")) == run_names.find_run(data, "by-hand")
 
 
 def test_the_newest_revision_is_the_head_of_the_migrations() -> None:

@@ -24,10 +24,11 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.reads import ledger
-from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, EpisodeRow, list_episodes
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.views import VIEWS
+from agentrl.workflow.tables.create_views import view_sql
+from agentrl.workflow.tables.views import VIEWS, EpisodeRow
 from bench.performance import reads, synthetic
 from bench.performance.databases import analyse, analysed
 from bench.performance.synthetic import PER_ITERATION, Run
@@ -218,7 +219,7 @@ def plan_of(database: Database, query: str, values: object) -> Iterator[str]:
 
 def aliased(name: str, queries: list[tuple[str, object]]) -> str:
     """The table that the plan calls so."""
-    texts = " ".join([*(query for query, _ in queries), *VIEWS.values()])
+    texts = " ".join([*(query for query, _ in queries), *map(view_sql, VIEWS.values())])
     found = set(re.findall(rf"(?:FROM|JOIN)\s+(\w+)(?: AS)? {name}\b", texts)) & GROWING
     return found.pop() if found else name
 

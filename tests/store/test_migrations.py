@@ -12,7 +12,8 @@ from sqlalchemy.exc import ProgrammingError
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import current, downgrade, head, open_database, upgrade
-from agentrl.workflow.tables import schema, views
+from agentrl.workflow.tables import create_views, schema
+from agentrl.workflow.tables.views import VIEWS
 
 UPGRADE = "import sys; from agentrl.workflow.store import connect, migrate; migrate.upgrade(connect.Database(sys.argv[1]))"
 
@@ -38,11 +39,11 @@ def test_every_check_constraint_is_in_the_database(database: Database) -> None:
 
 
 def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
-    assert set(inspect(database.engine).get_view_names()) == set(views.VIEWS)
+    assert set(inspect(database.engine).get_view_names()) == set(VIEWS)
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger'" if database.is_sqlite else "SELECT tgname FROM pg_trigger"
     with database.read() as tx:
         triggers = set(tx.execute(text(query)).scalars())
-    assert {f"guard_{table}" for table in views.FINAL_STATUSES} <= triggers
+    assert {f"guard_{table}" for table in create_views.FINAL_STATUSES} <= triggers
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_a_postgres_that_was_not_migrated_is_refused_with_the_command_to_type(em
 def test_the_reader_role_may_select_from_views_and_not_write(postgres: Database) -> None:
     reader = create_engine(postgres.url.set(username="agentrl_reader"))
     with reader.connect() as connection:
-        for name in [*schema.TABLES_FOR_READERS, *views.VIEWS]:
+        for name in [*schema.TABLES_FOR_READERS, *VIEWS]:
             assert connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() == 0
         for statement in ("INSERT INTO events (kind) VALUES ('x')", "SELECT * FROM service_leases"):
             with pytest.raises(ProgrammingError, match="permission denied"):

@@ -1,8 +1,7 @@
 """Lists come in pages: every row once while others are added, the same on both databases; what is hostile gets one sentence."""
 
-import importlib
+import copy
 import json
-import pkgutil
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from sqlalchemy import text
 
 from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.store import planning, reads, steps, tool_calls, train_commits
+from agentrl.workflow.store import planning, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import (
@@ -26,20 +26,17 @@ from agentrl.workflow.store.reads import (
     iteration_rows,
     ledger,
     open_work,
-    reward_rows,
     run_rows,
 )
-from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptFilter, list_agent_attempts
 from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter, list_annotations
-from agentrl.workflow.store.reads.call_rows import CallFilter, list_calls
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
 from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
-from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, ViewRow, decode_cursor, iterate_rows
+from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, decode_cursor, iterate_rows, select_values
 from agentrl.workflow.store.reads.run_rows import RUN_ORDERS, RunFilter, list_runs
-from agentrl.workflow.store.reads.step_rows import StepFilter, list_steps
-from agentrl.workflow.tables.views import VIEWS
+from agentrl.workflow.tables.view_row import ViewRow
+from agentrl.workflow.tables.views import VIEWS, RunRow
 from tests.conftest import created
 from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
 from tests.support.played_runs import (
@@ -63,9 +60,7 @@ LISTS: dict[str, tuple[Callable[..., Page[Any]], object]] = {
     "updates": (iteration_rows.list_updates, iteration_rows.UpdateFilter("large")),
     "groups": (list_groups, GroupFilter("large")),
     "episodes": (list_episodes, EpisodeFilter("large")),
-    "steps": (list_steps, StepFilter("large")),
-    "calls": (list_calls, CallFilter("large")),
-    "rewards": (reward_rows.list_rewards, reward_rows.RewardFilter("large")),
+    "annotations": (list_annotations, AnnotationFilter("large")),
     "evals": (eval_results.list_evals, eval_results.EvalFilter()),
     "events": (list_events, EventFilter("large")),
 }
@@ -95,14 +90,6 @@ def pages(list_page: Callable[..., Page[Any]], db: Any, chosen: object, paging: 
 # rows
 
 
-def test_attempts_of_agents_are_listed_by_run_and_by_episode(grown: Database) -> None:
-    listed = list_agent_attempts(grown, AgentAttemptFilter("large")).rows
-    assert {row.run for row in listed} == {"large"}
-    only = list_agent_attempts(grown, AgentAttemptFilter(episode=listed[0].episode_id)).rows
-    assert [row.id for row in only] == [listed[0].id]
-    assert not list_agent_attempts(grown, AgentAttemptFilter("large", status="lost")).rows
-
-
 def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) -> None:
     listed = list_annotations(grown, AnnotationFilter("large")).rows
     assert {(row.run, row.kind, row.name, row.data["value"]) for row in listed} == {("large", "reward", "own", 0.5)}
@@ -112,13 +99,20 @@ def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) ->
 
 
 def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:
-    for module in pkgutil.iter_modules(reads.__path__, f"{reads.__name__}."):
-        importlib.import_module(module.name)
     kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
-    assert kinds.keys() == {*VIEWS, "events"} - {"v_tool_sessions", "v_episode_resources"}
+    assert kinds.keys() == {*VIEWS, "events"}
     with database.read() as tx:
         shown = {view: list(tx.execute(text(f"SELECT * FROM {view} LIMIT 0")).keys()) for view in kinds}
-    assert {view: list(kind.__slots__) for view, kind in kinds.items()} == shown
+    assert {view: list(kind.COLUMNS) for view, kind in kinds.items()} == shown
+
+
+def test_a_row_has_values_of_the_declared_types(grown: Database) -> None:
+    driver = Reader(grown.url.render_as_string(hide_password=False), lambda: pytest.fail("the driver suffices"))
+    for db in (grown, driver):
+        for view, kind in VIEWS.items():
+            rows = db.ask(lambda tx, kind=kind: select_values(tx, kind, "LIMIT 500"))
+            assert rows, view
+            TypeAdapter(list[kind]).validate_python([dict(row) for row in rows], strict=True)  # type: ignore[valid-type]
 
 
 def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> None:
@@ -128,8 +122,14 @@ def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> 
     assert row == dict(row) == {**row}
     with pytest.raises(FrozenInstanceError):
         row.run = "second"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        del row.run
     with pytest.raises(KeyError):
         row["VIEW"]
+    with pytest.raises(TypeError, match="RunRow has the columns id, run, "):
+        RunRow(**{**row, "other": 1})
+    assert copy.deepcopy(row) == row
+    assert repr(row).startswith("RunRow(id=1, run='first', kind='train', ")
 
 
 # pages
@@ -192,21 +192,18 @@ def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
         assert 0 < len(met) < len(everything), asked
         assert list_page(grown, replace(base, **asked), Paging(MAX_SIZE)).rows == met, asked
 
-    episodes, groups, calls = EpisodeFilter("large"), GroupFilter("large"), CallFilter("large")
+    episodes, groups, annotations = EpisodeFilter("large"), GroupFilter("large"), AnnotationFilter("large")
     group, episode = list_episodes(grown, episodes).rows[0].group_id, 130
     check(list_episodes, episodes, lambda row: row.group_id == group, group=group)
     check(list_episodes, EpisodeFilter("old"), lambda row: row.error == "the reward raised", text="REWARD raised")
     check(list_episodes, episodes, lambda row: "84" in row.final_answer, text="84")
     # Every call's result is 42; only those of failed calls are looked at.
-    failed = {
-        row.episode_id for row in list_calls(grown, replace(calls, error_class="division_by_zero"), Paging(MAX_SIZE)).rows
-    }
+    failed = values(grown, "SELECT episode_id FROM tool_calls WHERE error_class = 'division_by_zero' AND run = 'large'")
     check(list_episodes, episodes, lambda row: row.id in failed or "42" in row.final_answer + row.error, text="42")
     check(list_groups, groups, lambda row: row.iteration == 2 and row.task == "train/20", iteration=2, task="train/20")
     check(list_iterations, IterationFilter("large"), lambda row: row.iteration > 1, after=1)
     check(list_iterations, IterationFilter("live"), lambda row: row.status == "running", status="running")
-    check(list_calls, calls, lambda row: row.error_class is not None, error_class="division_by_zero")
-    check(list_calls, calls, lambda row: row.episode_id == episode, episode=episode)
+    check(list_annotations, annotations, lambda row: row.episode_id == episode, episode=episode)
     check(list_runs, RunFilter(), lambda row: row.kind == "fork", kind="fork")
     check(list_runs, RunFilter(), lambda row: "AR" in row.run.upper(), text="aR")
     check(eval_results.list_evals, eval_results.EvalFilter(), lambda row: row.measures == "old", measures="old")
@@ -224,7 +221,7 @@ def test_what_a_text_filter_is_given_is_text(database: Database, word: str) -> N
 def test_a_number_that_no_database_takes_meets_no_row(database: Database, number: int) -> None:
     start(database, submission())
     assert list_episodes(database, EpisodeFilter("first", iteration=number, group=number)).rows == ()
-    assert list_steps(database, StepFilter(episode=number)).rows == ()
+    assert list_annotations(database, AnnotationFilter(episode=number)).rows == ()
     assert ledger.list_fates(database, "first", number) == []
 
 

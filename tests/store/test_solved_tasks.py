@@ -10,7 +10,7 @@ from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.iterations import task_order
-from agentrl.workflow.store.reads.solved_tasks import SampledGroups, SolvedCount, count_equal_groups, load_solved
+from agentrl.workflow.store.reads.task_rows import SampledGroups, SolvedCount, count_equal_groups, load_solved
 from tests.support.played_runs import play, start, submission, task, values
 
 

@@ -33,7 +33,7 @@ from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence
 from agentrl.workflow.tables import schema as tables
-from agentrl.workflow.tables import views
+from agentrl.workflow.tables.views import VIEWS
 from agentrl.workflow.trajectory import TERMINAL, PolicyRef
 from tests.support.played_runs import (
     EXPIRED,
@@ -322,7 +322,7 @@ EMPTY = ("v_tool_calls", "v_tool_sessions", "v_agent_attempts", "v_annotations",
 def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     train_commits.commit_update(database, work, update_of(work), 3)
-    for view in views.VIEWS:
+    for view in VIEWS:
         with database.read() as tx:
             rows = tx.execute(text(f"SELECT * FROM {view}")).mappings().all()
         assert rows or view in EMPTY, view

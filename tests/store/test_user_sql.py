@@ -307,11 +307,11 @@ def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_fold
     sqlite.close()
     shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
     short_folder.chmod(0o555)
-    code = "import os, sys\nfrom agentrl.workflow.settings import Settings\n"
-    code += "from agentrl.workflow.store.reads.user_sql import list_columns\n"
+    code = "import os, pathlib, sys\nfrom agentrl.workflow.sql.readonly import open_sqlite\n"
     code += "os.getuid() or os.setuid(65534)  # nothing is sealed for root\n"
-    code += "print(list_columns(Settings(database_url=sys.argv[1]), 'v_runs')[0])  # in this process, whose user it is"
-    words = [sys.executable, "-c", code, f"sqlite:///{short_folder / 'sealed.db'}"]
+    code += "rows = open_sqlite(pathlib.Path(sys.argv[1]), 1.0).execute('SELECT * FROM v_runs')  # as this process's user\n"
+    code += "print(rows.description[0][0])"
+    words = [sys.executable, "-c", code, str(short_folder / "sealed.db")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout == "id\n", done.stderr
 

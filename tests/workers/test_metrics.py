@@ -28,7 +28,7 @@ from agentrl.workflow.runtime.log_fields import JsonFormatter, log_fields
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import blocked_runs, planning, run_events
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads import work_counts
+from agentrl.workflow.store.reads import open_work
 from tests.conftest import missing
 from tests.support.played_runs import claim, play, start, submission
 
@@ -146,10 +146,10 @@ def _drips(client: socket.socket) -> bool:
 
 
 def test_metrics_name_the_newest_running_runs_only(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_counts, "_RUNNING", work_counts._RUNNING.replace(f"LIMIT {work_counts.MAX_RUNS}", "LIMIT 2"))
+    monkeypatch.setattr(open_work, "_RUNNING", open_work._RUNNING.replace(f"LIMIT {open_work.MAX_RUNS}", "LIMIT 2"))
     for name in ("a", "b", "c"):
         start(database, submission(name))
-    assert sorted(row["run"] for row in work_counts.count_work(database).running) == ["b", "c"]
+    assert sorted(row["run"] for row in open_work.count_work(database).running) == ["b", "c"]
 
 
 def test_metrics_without_the_database_are_one_sentence(port: int) -> None:

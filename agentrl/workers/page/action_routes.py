@@ -20,9 +20,8 @@ from pydantic import BaseModel, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import ReadOnlyStore
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
-from agentrl.workers.page.shown.within import look
 from agentrl.workflow.errors import AccessDenied, ConfigError, StateError
 from agentrl.workflow.runtime import shown_text
 from agentrl.workflow.store.reads.run_rows import run_name
@@ -123,7 +122,7 @@ def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
     episode = asked.episode
     if episode is None:
         raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
-    commands = look(store, lambda db: load_episode_answer(db.tx, episode, 0, 1))["commands"]
+    commands = store.ask(lambda tx: load_episode_answer(tx, episode, 0, 1))["commands"]
     line = commands.get(kind)
     if line is None:
         raise ConfigError(f"Cannot {kind} episode {episode}.", f"Show the episode: agentrl replay {episode}")

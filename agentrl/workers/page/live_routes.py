@@ -19,9 +19,9 @@ from fastapi.responses import StreamingResponse
 from agentrl.workers.page.answers import plain, refuse
 from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.shown.whole_run import list_shown_runs
-from agentrl.workers.page.shown.within import TransactionReader, look
 from agentrl.workflow.errors import AgentRLError, NotFoundError
-from agentrl.workflow.store.reads import curves, live_state, run_rows
+from agentrl.workflow.store.driver_reader import DriverTransaction
+from agentrl.workflow.store.reads import changes, curves, run_rows
 
 LOOK_SECONDS = 0.5
 """The time between two looks at a run that somebody listens to."""
@@ -147,8 +147,8 @@ async def _next(watch: _Watch, told: Seen | None) -> Seen | None:
 def _see(store: ReadOnlyStore, run: int | None) -> Seen:
     try:
         if run is None:
-            return Seen(_short(live_state.find_list_stamp(store)))
-        state = live_state.find_state(store, run)
+            return Seen(_short(changes.find_list_stamp(store)))
+        state = changes.find_state(store, run)
     except AgentRLError as error:
         return Seen(busy=error.message)
     except Exception as error:  # noqa: BLE001 - whoever listens is told, and the next look is taken
@@ -219,13 +219,13 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
     """What may be other than when `since` iterations were over."""
 
-    def read(db: TransactionReader) -> dict[str, Any]:
-        name = run_rows.run_name(db.tx, run)
-        (row,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
-        rows = curves.load_curves(db, name, since, MAX_ROWS).rows
-        return {"run": run, "iterations": rows, "run_row": row, "progress": run_rows.count_progress(db, name)}
+    def read(tx: DriverTransaction) -> dict[str, Any]:
+        name = run_rows.run_name(tx, run)
+        (row,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
+        rows = curves.load_curves(tx, name, since, MAX_ROWS).rows
+        return {"run": run, "iterations": rows, "run_row": row, "progress": run_rows.count_progress(tx, name)}
 
-    return look(store, read)
+    return store.ask(read)
 
 
 def _parse_id(text: str) -> tuple[int | None, str]:

@@ -2,28 +2,28 @@
 
 import json
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.sql.readonly import sqlite_url
-from agentrl.workflow.store.driver_reader import DriverTransaction, newest_revision
+from agentrl.workflow.store.driver_reader import (
+    PLANNER_SETTINGS,
+    DriverTransaction,
+    newest_revision,
+    postgres_transaction,
+    sqlite_transaction,
+)
+from agentrl.workflow.store.reads.run_rows import run_name
 from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
-
-if TYPE_CHECKING:
-    from agentrl.workflow.store.connect import Database
 
 T = TypeVar("T")
 STATEMENT_SECONDS = 5.0
 """The longest that a query of the page may take."""
 LOCK_SECONDS = 1.0
 """How long it waits while a writer has SQLite's lock."""
-STEPS_BETWEEN = 10_000
-"""Instructions of SQLite between two looks at the clock."""
 
 _PASSING = (
     "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
@@ -47,8 +47,8 @@ class ReadOnlyStore:
         self._file = sqlite_file(where)
         self._revision = ""
 
-    def ask(self, query: Callable[[Any], T]) -> T:
-        """Runs `query` in one read transaction.
+    def ask(self, query: Callable[[DriverTransaction], T]) -> T:
+        """Run `query` in one read transaction.
 
         Raises:
             Busy: it is locked or away, or the query took longer than STATEMENT_SECONDS.
@@ -60,9 +60,13 @@ class ReadOnlyStore:
                 self._check_revision(tx)
             return query(tx)
 
-    def full_database(self) -> "Database":
-        """Never needed: every query of the page is plain SQL."""
-        raise NotImplementedError
+    def ask_about_run(self, run: int, query: Callable[[DriverTransaction, str], T]) -> T:
+        """Run `query` with the name of the run of that number, in one read transaction.
+
+        Raises:
+            NotFoundError: there is no such run. Else as `ask`.
+        """
+        return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
         """Remembers that the revision is this code's.
@@ -96,13 +100,8 @@ class ReadOnlyStore:
         if not (file.is_file() and file.stat().st_size):
             raise NotFoundError(f"There is no store {str(file)!r}.", "Create one: agentrl submit --dataset gsm8k")
         try:
-            made = sqlite3.connect(sqlite_url(file, "rw"), uri=True, timeout=LOCK_SECONDS, isolation_level=None)
-            with closing(made) as connection:
-                connection.execute("PRAGMA query_only=ON")
-                late = time.monotonic() + STATEMENT_SECONDS
-                connection.set_progress_handler(lambda: time.monotonic() > late, STEPS_BETWEEN)
-                connection.execute("BEGIN")
-                yield DriverTransaction(connection, is_sqlite=True, read_json=_read_json)
+            with sqlite_transaction(file, LOCK_SECONDS, STATEMENT_SECONDS, _read_json) as tx:
+                yield tx
         except sqlite3.Error as error:
             self._revision = ""  # it may be another store by now
             _translate(error, any(word in str(error) for word in _PASSING))
@@ -111,21 +110,13 @@ class ReadOnlyStore:
     def _postgres(self) -> Iterator[DriverTransaction]:
         import psycopg
 
-        from agentrl.workflow.store.connect import PLANNER_SETTINGS, database_url
+        from agentrl.workflow.store.connect import database_url
 
-        url = database_url(self.settings.database)
-        chosen = {
-            "statement_timeout": int(STATEMENT_SECONDS * 1000),
-            "lock_timeout": int(LOCK_SECONDS * 1000),
-            **PLANNER_SETTINGS,
-        }
-        options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
+        parts = {"connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
+        milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
         try:
-            with psycopg.connect(
-                **connection_parts(url), connect_timeout=5, client_encoding="utf8", options=options
-            ) as connection:
-                connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
-                yield DriverTransaction(connection, is_sqlite=False)
+            with postgres_transaction(parts, milliseconds | PLANNER_SETTINGS) as tx:
+                yield tx
         except psycopg.errors.InsufficientPrivilege as error:
             reason = " ".join(str(error).split())[:200]
             raise AccessDenied(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from agentrl.workflow.config import DatasetConfig, solved_range
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads.solved_tasks import load_solved
+from agentrl.workflow.store.reads.task_rows import load_solved
 from agentrl.workflow.trajectory import Task
 
 

@@ -10,7 +10,7 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.resolve import parse_assignments
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads.update_inputs import UpdateInputs, load_update_inputs
+from agentrl.workflow.store.reads.provenance import UpdateInputs, load_update_inputs
 from agentrl.workflow.store.run_format import check_format
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}

@@ -20,7 +20,7 @@ from typing import Any
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.reads import work_counts
+from agentrl.workflow.store.reads import open_work
 
 log = getLogger("agentrl.metrics")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -89,7 +89,7 @@ def collect_process() -> Iterable[PrometheusMetric]:
 
 def collect_work(db: Database) -> Iterable[PrometheusMetric]:
     """Return the state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
-    counts = work_counts.count_work(db)
+    counts = open_work.count_work(db)
     queues = [({"queue": row["queue"], "state": state}, row[state]) for row in counts.queues for state in ("held", "waiting")]
     yield PrometheusMetric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
     resent = [({"queue": row["queue"]}, row["resent"]) for row in counts.queues]

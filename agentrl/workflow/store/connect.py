@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
@@ -20,6 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
+from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
@@ -61,8 +62,6 @@ who waits for somebody's lock gets to know it.
 """
 
 URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
-PLANNER_SETTINGS = {"random_page_cost": 1.1}
-"""Postgres plans for a spinning disk unless told otherwise: it would read a whole table to find one run's newest steps."""
 
 _UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
 """What SQLite says of a file that no patience makes a database of."""
@@ -149,10 +148,6 @@ class Database:
         event.listen(engine, "connect", _configure_postgres)
         event.listen(engine, "handle_error", _refuse_denied)
         return engine
-
-    def full_database(self) -> "Database":
-        """Return the database itself; a `Reader` opens one for queries that its driver cannot run."""
-        return self
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -316,14 +311,7 @@ class _GroupCommit:
             errand.error = error
 
 
-class Source(Protocol):
-    """The first argument of a query: a `Database`, or a reader that opens one for queries that its driver cannot run."""
-
-    def full_database(self) -> Database:
-        """Return the database itself."""
-
-
-def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
+def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
     """Return a query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
     Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
@@ -331,25 +319,25 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Conc
     before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
     @wraps(query)
-    def run(db: Source, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
         def work(tx: Connection) -> T:
             result = query(tx, *args, **kwargs)
             faultpoint(before)
             return result
 
-        result = db.full_database().write(work)
+        result = db.write(work)
         faultpoint(after)
         return result
 
     return run
 
 
-def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Source, P], T]:
+def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
     """Return a query as one read transaction."""
 
     @wraps(query)
-    def run(db: Source, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return db.full_database().ask(lambda tx: query(tx, *args, **kwargs))
+    def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return db.ask(lambda tx: query(tx, *args, **kwargs))
 
     return run
 

@@ -10,7 +10,7 @@ from agentrl.workflow.store.blocked_runs import awaits_maker
 from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.planning import IS_AT_WORK, is_broken, newest_version
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import CLOCK_JUMP_LEASES, now_ms
 from agentrl.workflow.trajectory import OPEN
@@ -94,7 +94,7 @@ def load_run_to_serve(tx: Connection, run: str) -> Row:
     Raises:
         NotFoundError: there is no such run.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     sets, groups = schema.reward_sets.c, schema.run_groups.c
     weights = tx.execute(select(sets.weights).where(sets.run_id == row["id"], sets.name == "default")).scalar_one()
     stored = tx.execute(select(groups.group_id).where(groups.run_id == row["id"]).limit(1)).first() is not None

@@ -1,15 +1,14 @@
 """Read-only access to the database with the plain driver: importing SQLAlchemy takes longer than listing rows.
 
-A query that reads views and tables by plain SQL (`select_rows`) runs on this as on SQLAlchemy's connection. What the driver
-cannot do, a database of another revision, one that is away or whose URL is not plain, is left to the whole `Database`, which
-upgrades, waits or says what is wrong.
+A query that reads views and tables by plain SQL (`select_rows`) runs on a `DriverTransaction` as on SQLAlchemy's connection.
 """
 
 import json
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
@@ -17,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from agentrl.workflow.sql.readonly import sqlite_url
+from agentrl.workflow.tables.column_kinds import DOCUMENTS, FLAGS, MOMENTS
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from agentrl.workflow.store.connect import Database
 
 P = ParamSpec("P")
@@ -33,13 +35,18 @@ _POSTGRES = re.compile(
 """URLs that mean the same to everybody; the others are SQLAlchemy's to read."""
 _NAMED_PARAMETER = re.compile(r"(?<![:\w]):(\w+)(?!:)")
 WAIT_SECONDS = 30.0
+"""Seconds that a command waits for SQLite's lock."""
+STEPS_BETWEEN = 10_000
+"""Instructions of SQLite between two looks at the clock."""
+PLANNER_SETTINGS = {"random_page_cost": 1.1}
+"""Postgres plans for a spinning disk unless told otherwise: it would read a whole table to find one run's newest steps."""
 
 
 class Queryable(Protocol):
-    """An object that runs queries."""
+    """A store that is read: a `Database`, a `Reader`, the page's `ReadOnlyStore`, or an open transaction."""
 
     def ask(self, query: Callable[[Any], T]) -> T:
-        """Runs `query` in one read transaction."""
+        """Run `query` in one read transaction."""
 
 
 class DriverTransaction:
@@ -48,74 +55,96 @@ class DriverTransaction:
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
         """Take a connection that writes nothing, and what makes a value of SQLite's JSON."""
         self._connection = connection
-        self.is_sqlite, self.read_json = is_sqlite, read_json
+        self.is_sqlite = is_sqlite
+        self._readers = _sqlite_readers(read_json) if is_sqlite else _POSTGRES_READERS
 
-    def rows(self, query: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the rows of a query whose parameters are written `:name`."""
-        text = query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
-        cursor = self._connection.execute(text, parameters)
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
+    def ask(self, query: Callable[[Any], T]) -> T:
+        """Run `query` in this transaction."""
+        return query(self)
+
+    def text(self, query: str) -> str:
+        """Return the query with its parameters as the driver writes them."""
+        return query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
+
+    def rows(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
+        """Return the rows of a query as `select_rows` does."""
+        cursor = self._connection.execute(self.text(query), parameters)
+        return _read_rows([column[0] for column in cursor.description], cursor, self._readers)
 
 
 class Reader:
-    """A database that is read through its driver as long as that suffices."""
+    """A database that commands and the Python API read through its driver.
 
-    def __init__(self, url: str, open_whole: "Callable[[], Database]") -> None:
+    If the database is of another revision or away, or its URL is not plain, `Database` reads it: that upgrades, waits or says
+    what is wrong.
+    """
+
+    def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:
         """Open no connection yet.
 
         Args:
             url: the database's URL.
-            open_whole: opens the whole database if the terminal driver does not support it.
+            open_database: opens the database with SQLAlchemy.
         """
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
-        self._open_whole = open_whole
-        self._known = False
-        self._whole: Database | None = None
-
-    def full_database(self) -> "Database":
-        """Return the full database object, which runs all further queries."""
-        self._whole = self._whole or self._open_whole()
-        return self._whole
+        self._open_database = open_database
+        self._is_current = False
+        self._database: Database | None = None
 
     def ask(self, query: Callable[[Any], T]) -> T:
-        """Runs `query` in one read transaction.
+        """Run `query` in one read transaction.
 
         Raises:
             ServiceError: the database is of another revision, or stayed away.
         """
-        if self._whole is None and (self._file or self._parts):
+        if self._database is None and (self._file or self._parts):
             try:
                 with self._transaction() as tx:
-                    if self._known or _revision(tx) == newest_revision():
-                        self._known = True
+                    if self._is_current or _revision(tx) == newest_revision():
+                        self._is_current = True
                         return query(tx)
             except _driver_error_types(self._file is None):
-                pass  # the whole database tries again, or says what it is
-        return self.full_database().ask(query)
+                pass  # `Database` tries again, or says what is wrong
+        self._database = self._database or self._open_database()
+        return self._database.ask(query)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[DriverTransaction]:
+    def _transaction(self) -> AbstractContextManager[DriverTransaction]:
         if self._file is None:
-            with _postgres(self._parts) as connection:
-                yield DriverTransaction(connection, is_sqlite=False)
-            return
-        made = sqlite3.connect(sqlite_url(self._file, "rw"), uri=True, timeout=WAIT_SECONDS, isolation_level=None)
-        with closing(made) as connection:
-            connection.execute("PRAGMA query_only=ON")
-            connection.execute("BEGIN")
-            yield DriverTransaction(connection, is_sqlite=True)
+            return postgres_transaction({"connect_timeout": 10} | self._parts, PLANNER_SETTINGS)
+        return sqlite_transaction(self._file, WAIT_SECONDS)
 
 
 @contextmanager
-def _postgres(parts: dict[str, Any]) -> Iterator[Any]:
+def sqlite_transaction(
+    file: Path, lock_seconds: float, statement_seconds: float | None = None, read_json: Callable[[str], Any] = json.loads
+) -> Iterator[DriverTransaction]:
+    """Open a read transaction of a SQLite file.
+
+    Args:
+        lock_seconds: how long it waits while a writer has the lock.
+        statement_seconds: the longest that it may last; None: no limit.
+        read_json: makes the value of a JSON text.
+    """
+    opened = sqlite3.connect(sqlite_url(file, "rw"), uri=True, timeout=lock_seconds, isolation_level=None)
+    with closing(opened) as connection:
+        connection.execute("PRAGMA query_only=ON")
+        if statement_seconds is not None:
+            end = time.monotonic() + statement_seconds
+            connection.set_progress_handler(lambda: time.monotonic() > end, STEPS_BETWEEN)
+        connection.execute("BEGIN")
+        yield DriverTransaction(connection, is_sqlite=True, read_json=read_json)
+
+
+@contextmanager
+def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
+    """Open a read transaction of a Postgres database: psycopg's arguments, and the settings of the session."""
     import psycopg
 
-    options: dict[str, Any] = {"connect_timeout": 10, "client_encoding": "utf8", "options": "-c random_page_cost=1.1"}
-    with psycopg.connect(**options | parts) as connection:
+    options = " ".join(f"-c {name}={value}" for name, value in settings.items())
+    with psycopg.connect(**{"client_encoding": "utf8", "options": options} | dict(parts)) as connection:
         connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
-        yield connection
+        yield DriverTransaction(connection, is_sqlite=False)
 
 
 def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
@@ -153,47 +182,72 @@ def _revision(tx: DriverTransaction) -> str:
     return str(tx.rows("SELECT version_num FROM alembic_version", {})[0]["version_num"])
 
 
-def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Queryable, P], T]:
-    """Return a query of plain SQL (`select_rows`) as one read transaction, of either kind of database."""
+def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> "Callable[Concatenate[Queryable | Connection, P], T]":
+    """Return a query of plain SQL (`select_rows`) as one read transaction, or as a part of the transaction that it is given."""
 
     @wraps(query)
-    def run(db: Queryable, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return db.ask(lambda tx: query(tx, *args, **kwargs))
+    def run(db: "Queryable | Connection", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        ask = getattr(db, "ask", None)
+        if ask is None:  # a connection of SQLAlchemy that is in a transaction
+            return query(db, *args, **kwargs)
+        result: T = ask(lambda tx: query(tx, *args, **kwargs))
+        return result
 
     return run
 
 
-def select_rows(tx: Any, query: str, /, documents: Sequence[str] = (), **parameters: Any) -> list[Row]:
-    """Return the rows of a query, its parameters written `:name`; values are Python's, those of the columns `documents` from
-    JSON.
-    """
-    read_json: Callable[[str], Any] = json.loads
-    if isinstance(tx, DriverTransaction):
-        found, is_sqlite, read_json = tx.rows(query, parameters), tx.is_sqlite, tx.read_json
-    else:
-        from sqlalchemy import text
+def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
+    """Return the rows of a query, its parameters written `:name`.
 
-        found = [dict(row) for row in tx.execute(text(query), parameters).mappings()]
-        is_sqlite = tx.dialect.name == "sqlite"
-    if is_sqlite:
-        return [{name: _from_sqlite(name, value, name in documents, read_json) for name, value in row.items()} for row in found]
-    return [{name: _from_postgres(value) for name, value in row.items()} for row in found]
+    SQLite returns moments, booleans and JSON as text and numbers. A result column is read as the column of that name in
+    `tables.schema`, where a name has one type in all tables; so a computed column of such a type takes such a name.
+    """
+    if isinstance(tx, DriverTransaction):
+        return tx.rows(query, parameters)
+    from sqlalchemy import text
+
+    found = tx.execute(text(query), parameters)
+    return _read_rows(list(found.keys()), found, _SQLITE_READERS if tx.dialect.name == "sqlite" else _POSTGRES_READERS)
+
+
+Readers = Mapping[str, Callable[[Any], Any]]
+"""Column -> what makes its Python value of the driver's."""
+
+
+def _read_rows(names: Sequence[str], rows: Iterable[Sequence[Any]], readers: Readers) -> list[Row]:
+    found: list[Any] = [dict(zip(names, row, strict=True)) for row in rows]
+    for name in readers.keys() & set(names):
+        read = readers[name]
+        for row in found:
+            row[name] = read(row[name])
+    return found
+
+
+def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
+    """Return the readers of SQLite. A value of another type stays as it is: another program may have written it."""
+
+    def read_document(value: Any) -> Any:
+        return read_json(value) if isinstance(value, str) else value
+
+    def read_moment(value: Any) -> Any:
+        return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+
+    def read_flag(value: Any) -> Any:
+        return None if value is None else bool(value)
+
+    kinds = ((DOCUMENTS, read_document), (MOMENTS, read_moment), (FLAGS, read_flag))
+    return {name: read for names, read in kinds for name in names}
+
+
+def _utc(value: datetime | None) -> datetime | None:
+    """Return the moment in UTC; Postgres gives it in the time zone of the session."""
+    return None if value is None else value.astimezone(UTC)
+
+
+_SQLITE_READERS = _sqlite_readers(json.loads)
+_POSTGRES_READERS: Readers = dict.fromkeys(MOMENTS, _utc)
 
 
 def among(numbers: Iterable[int]) -> str:
     """Return the numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
     return ", ".join(str(int(each)) for each in numbers) or "NULL"
-
-
-def _from_postgres(value: Any) -> Any:
-    """Postgres tells a moment by the clock of the session's place."""
-    return value.astimezone(UTC) if isinstance(value, datetime) else value
-
-
-def _from_sqlite(name: str, value: Any, is_document: bool, read_json: Callable[[str], Any]) -> Any:
-    """SQLite forgets what is a moment, a truth value or JSON."""
-    if isinstance(value, str) and (is_document or name in ("pass_at", "arguments", "data", "messages")):
-        return read_json(value)
-    if isinstance(value, str) and name.endswith("_at"):
-        return datetime.fromisoformat(value).replace(tzinfo=UTC)
-    return bool(value) if name in ("tainted", "delivered", "chosen") and value is not None else value

@@ -46,7 +46,7 @@ def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
 def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
     """Return the checkpoints in the run's folder that ended one of its epochs."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
-    (run,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
+    (run,) = select_rows(tx, query, id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
     paths = {row["version"]: PurePosixPath(row["path"]) for row in select_rows(tx, kept, id=run_id)}
     own = PurePosixPath(run["output_dir"])
@@ -55,17 +55,13 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
         epoch: paths[version].name for epoch, version in versions.items() if version in paths and paths[version].parent == own
     }
     return EpochEnds(
-        run["output_dir"], run["manifest"].get("id", "")[:8], names, _find_run_of_folder(tx, run["output_dir"]) == run["name"]
+        run["output_dir"], run["manifest"].get("id", "")[:8], names, find_run_of_folder(tx, run["output_dir"]) == run["name"]
     )
 
 
 @sql_read_transaction
 def find_run_of_folder(tx: Any, folder: str) -> str:
     """Return the newest run that keeps its checkpoints in the folder; empty if there is none."""
-    return _find_run_of_folder(tx, folder)
-
-
-def _find_run_of_folder(tx: Any, folder: str) -> str:
     query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
     found = select_rows(tx, query, folder=folder)
     return str(found[0]["name"]) if found else ""

@@ -15,7 +15,7 @@ from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
 from agentrl.workflow.store.run_format import check_format
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 
 EXTENDABLE = (*RESUMABLE, "done")
@@ -36,8 +36,8 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
         CheckpointError: the weights that the next iteration samples with were collected.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
-    tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_row(tx, run)["id"]).with_for_update()).one()
-    row = run_row(tx, run)
+    tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == find_run(tx, run)["id"]).with_for_update()).one()
+    row = find_run(tx, run)
     events = schema.events.c
     said = select(events.id).where(events.run_id == row["id"], events.kind == "extended", events.subject == key)
     if tx.execute(said).first():

@@ -18,7 +18,8 @@ from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import Settings, settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import newest_revision
-from agentrl.workflow.tables import schema, views
+from agentrl.workflow.tables import create_views, schema
+from agentrl.workflow.tables.views import VIEWS
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -124,10 +125,10 @@ def downgrade(database: Database, revision: str) -> None:
 
 def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
     with _connect_without_foreign_keys(database) as connection, connection.begin():
-        views.drop(connection)
+        create_views.drop(connection)
         run(_config(connection))
         if _current(connection) == head():
-            views.create(connection)
+            create_views.create(connection)
             if not database.is_sqlite:
                 _grant_reader(connection)
                 if _grant_worker(connection, TOOLS_ROLE, "for tools workers", schema.RIGHTS_OF_TOOLS):
@@ -156,10 +157,10 @@ def _grant_reader(tx: Connection) -> None:
     """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
     if not _has_role(tx, READER_ROLE, "that `agentrl sql` reads as"):
         return
-    names = ", ".join([*schema.TABLES_FOR_READERS, *views.VIEWS, "alembic_version"])
+    names = ", ".join([*schema.TABLES_FOR_READERS, *VIEWS, "alembic_version"])
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {READER_ROLE}"))
     tx.execute(text(f"GRANT SELECT ON {names} TO {READER_ROLE}"))
-    for function in views.FUNCTIONS:
+    for function in create_views.FUNCTIONS:
         tx.execute(text(f"GRANT EXECUTE ON FUNCTION {function}(bytea) TO {READER_ROLE}"))
     _set_password(tx, READER_ROLE, settings().reader_password, "AGENTRL_READER_PASSWORD")
 

@@ -21,7 +21,7 @@ from agentrl.workflow.store.episode_loader import clean_tree, message_row, split
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
 from agentrl.workflow.store.run_format import RUN_FORMAT, check_format
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN, PolicyRef, Task, storable
@@ -153,7 +153,7 @@ def insert_submission(tx: Connection, submission: Submission, failed: str = "") 
     if submission.evaluation:
         _insert_evaluation(tx, run_id, submission.name, submission.evaluation)
     if failed:
-        row = run_row(tx, submission.name)
+        row = find_run(tx, submission.name)
         _stop(tx, row, "failed", failed)
         for each in _load_own_evals(tx, run_id, OPEN):
             _stop(tx, each, "paused", failed)
@@ -239,7 +239,7 @@ def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
 
 def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
     """The run of this name, which must be the same."""
-    row = run_row(tx, submission.name)
+    row = find_run(tx, submission.name)
     asked = (
         _with_current_defaults(submission.config),
         submission.kind,
@@ -404,7 +404,7 @@ def resume(tx: Connection, run: str) -> Mapping[str, Any]:
     Raises:
         StateError: the run is done or cancelled.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     check_resumable(row)
     resume_row(tx, row)
     return row
@@ -493,7 +493,7 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
     Raises:
         StateError: the run is already over.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     if row["status"] == status:
         return row
     if row["kind"] == "serve" and status == "paused":

@@ -15,7 +15,7 @@ from agentrl.workflow.checkpoints.checkpoint_gc import Needs
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.iterations import epoch_length, staleness_of
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.run_names import find_best_version, run_row
+from agentrl.workflow.store.run_names import find_best_version, find_run
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import OPEN
 
@@ -44,7 +44,7 @@ def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Ch
         NotFoundError: there is no such run.
     """
     if runs:
-        rows: Sequence[Any] = [run_row(tx, run) for run in runs]
+        rows: Sequence[Any] = [find_run(tx, run) for run in runs]
     else:
         rows = tx.execute(select(schema.runs).where(schema.runs.c.output_dir != "").order_by(schema.runs.c.id)).mappings().all()
     return [Checkpoints(row["id"], row["name"], row["output_dir"], row["manifest"].get("id", "")[:8]) for row in rows]

@@ -17,30 +17,24 @@ MAX_NAME_CHARS = 64
 
 
 @sql_read_transaction
-def find_run(tx: Any, run: str) -> Row:
-    """Return the run's row, by name or id.
+def find_run(tx: Any, run: str, columns: str = "*") -> Row:
+    """Return these columns of the run's row, by name or number.
 
     Raises:
         NotFoundError: there is none.
     """
-    return run_row(tx, run)
+    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
+    if not found and run.isascii() and run.isdigit() and len(run) < 19:
+        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
+    if not found:
+        raise NotFoundError(f"There is no run {run!r}.", f"{_similar_name_hint(tx, run)}List them with `agentrl runs`.")
+    return found[0]
 
 
 @sql_read_transaction
 def is_run(tx: Any, name: str) -> bool:
     """Return whether there is a run of that name or number."""
     return bool(select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
-
-
-def run_row(tx: Any, run: str, columns: str = "*") -> Row:
-    """As find_run, inside a transaction; only these columns of it."""
-    documents = ("config", "manifest")
-    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", documents, name=run)
-    if not found and run.isascii() and run.isdigit() and len(run) < 19:
-        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", documents, id=int(run))
-    if not found:
-        raise NotFoundError(f"There is no run {run!r}.", f"{_similar_name_hint(tx, run)}List them with `agentrl runs`.")
-    return found[0]
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
@@ -87,7 +81,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
         NotFoundError: there is none.
         CheckpointError: its weights were collected.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version
     version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
     query, asked = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}

@@ -13,8 +13,8 @@ from sqlalchemy import Connection, func, select, update
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.planning import log
-from agentrl.workflow.store.reads.label_rows import tags_of
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.reads.label_rows import load_tags
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
@@ -52,7 +52,7 @@ def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int)
     Raises:
         NotFoundError: there is no such run.
     """
-    number = int(run_row(tx, run, "id")["id"])
+    number = int(find_run(tx, run, "id")["id"])
     again = {"samples": samples, "status": "", "error": ""}
     for tracker in dict.fromkeys(trackers):
         row = insert(tx, schema.reports).values(run_id=number, tracker=tracker, samples=samples)
@@ -78,7 +78,7 @@ def list_reports(tx: Connection, run: str) -> list[TrackerReport]:
     Raises:
         NotFoundError: there is no such run.
     """
-    query = select(schema.reports).where(_REPORTS.run_id == run_row(tx, run, "id")["id"]).order_by(_REPORTS.tracker)
+    query = select(schema.reports).where(_REPORTS.run_id == find_run(tx, run, "id")["id"]).order_by(_REPORTS.tracker)
     return [_report(row) for row in tx.execute(query).mappings()]
 
 
@@ -129,8 +129,8 @@ def lease_name(run_id: int, tracker: str) -> str:
 def load_tracked_run(tx: Any, run_id: int) -> Row:
     """Return the run's `name`, `config`, `manifest` and `tags`, by its number."""
     query = "SELECT name, config, manifest FROM runs WHERE id = :id"
-    (row,) = select_rows(tx, query, ("config", "manifest"), id=run_id)
-    return {**row, "tags": tags_of(tx, [run_id]).get(run_id, [])}
+    (row,) = select_rows(tx, query, id=run_id)
+    return {**row, "tags": load_tags(tx, [run_id]).get(run_id, [])}
 
 
 @sql_read_transaction

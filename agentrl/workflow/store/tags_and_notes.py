@@ -7,7 +7,7 @@ from sqlalchemy import Connection, delete, func, select
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.store.connect import insert, transaction
 from agentrl.workflow.store.row_codecs import MAX_ID
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
@@ -31,7 +31,7 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
         ConfigError: one of them can be no tag.
         ConflictError: the run would have too many.
     """
-    number = run_row(tx, run, "id")["id"]
+    number = find_run(tx, run, "id")["id"]
     wanted = [check_tag(tag) for tag in add]
     gone = [tag.strip()[: MAX_TAG_CHARS + 1] for tag in remove]
     tx.execute(delete(schema.run_tags).where(_TAGS.run_id == number, _TAGS.tag.in_([storable(tag) for tag in gone])))
@@ -53,7 +53,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
         ConfigError: the text is empty or too long.
         ConflictError: the run has too many notes.
     """
-    number = run_row(tx, run, "id")["id"]
+    number = find_run(tx, run, "id")["id"]
     said = storable(text.strip())
     if not 0 < len(said) <= MAX_NOTE_CHARS:
         raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
@@ -71,7 +71,7 @@ def remove_note(tx: Connection, run: str, note: int) -> None:
     Raises:
         NotFoundError: there is no such run, or it has no such note.
     """
-    number = run_row(tx, run, "id")["id"]
+    number = find_run(tx, run, "id")["id"]
     mine = (_NOTES.run_id == number) & (_NOTES.id == min(note, MAX_ID))
     if not tx.execute(delete(schema.run_notes).where(mine)).rowcount:
         raise NotFoundError(f"Run {number} has no note {note}.", f"List them: agentrl note {number}")

@@ -1,1 +1,16 @@
-"""The routes of the page, and the schemas of their answers."""
+"""The routes of the page, and the parameter of all of them."""
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from agentrl.workers.page.read_only import ReadOnlyStore
+
+
+def _store(request: Request) -> ReadOnlyStore:
+    found: ReadOnlyStore = request.app.state.store
+    return found
+
+
+Store = Annotated[ReadOnlyStore, Depends(_store)]
+"""The store that the page shows."""

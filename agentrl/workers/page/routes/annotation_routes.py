@@ -7,11 +7,11 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
-from agentrl.workers.page.shown.within import TransactionReader, look_at_run
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import SHOWN_CHARS, cut_rows
 from agentrl.workflow.stats.paired_test import compare_paired
-from agentrl.workflow.store.reads import annotation_rows, prompt_rows, resource_rows, run_rows
+from agentrl.workflow.store.driver_reader import DriverTransaction
+from agentrl.workflow.store.reads import annotation_rows, resource_rows, run_rows
 from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
@@ -129,11 +129,11 @@ def list_annotations(
 ) -> Response:
     """Return what agents, tools and hooks said of the run's episodes, in the order in which it was written."""
 
-    def page(db: TransactionReader, run_name: str) -> Any:
+    def page(tx: DriverTransaction, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
-        return annotation_rows.list_annotations(db, chosen, Paging(size=size, cursor=cursor, sort=sort))
+        return annotation_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
 
-    found = look_at_run(store, run, page)
+    found = store.ask_about_run(run, page)
     return answer({"rows": cut_rows(found.rows), "next": found.next})
 
 
@@ -141,18 +141,18 @@ def list_annotations(
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
     """Return the versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
 
-    def page(db: TransactionReader, name: str) -> dict[str, Any]:
-        found = prompt_rows.list_prompts(db, name, size, cursor)
-        searched = run_rows.run_by_id(db.tx, run).kind == "search"
-        gain = _find_gain(db, name) if searched and not cursor else None
+    def page(tx: DriverTransaction, name: str) -> dict[str, Any]:
+        found = resource_rows.list_prompts(tx, name, size, cursor)
+        searched = run_rows.run_by_id(tx, run).kind == "search"
+        gain = _find_gain(tx, name) if searched and not cursor else None
         rows = cut_rows(found.rows, SHOWN_CHARS)
         return {"rows": rows, "next": found.next, "left_out": found.left_out, "held_out": gain}
 
-    return answer(look_at_run(store, run, page))
+    return answer(store.ask_about_run(run, page))
 
 
-def _find_gain(db: TransactionReader, run: str) -> dict[str, Any] | None:
-    measured = resource_rows.find_held_out(db, run)
+def _find_gain(tx: DriverTransaction, run: str) -> dict[str, Any] | None:
+    measured = resource_rows.find_held_out(tx, run)
     found = compare_paired(measured.seed, measured.chosen)
     return {name: getattr(found, name) for name in GAIN} if found.tasks else None
 
@@ -161,8 +161,8 @@ def _find_gain(db: TransactionReader, run: str) -> dict[str, Any] | None:
 def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20, cursor: str = "") -> Response:
     """Return what the run's search asked its critic, in order."""
 
-    def page(db: TransactionReader, name: str) -> Any:
-        return resource_rows.list_critic_calls(db, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))
+    def page(tx: DriverTransaction, name: str) -> Any:
+        return resource_rows.list_critic_calls(tx, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))
 
-    found = look_at_run(store, run, page)
+    found = store.ask_about_run(run, page)
     return answer({"rows": cut_rows(found.rows, SHOWN_CHARS), "next": found.next})

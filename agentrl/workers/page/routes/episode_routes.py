@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.episode_answers import TextPart, Tokens, WholeEpisode
 from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
-from agentrl.workers.page.shown.within import TransactionReader, look
-from agentrl.workflow.store.reads.episode_texts import MAX_PATH, load_text
+from agentrl.workflow.store.driver_reader import DriverTransaction
+from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
 
 router = APIRouter(prefix="/api", tags=["episodes"])
 
@@ -27,7 +27,7 @@ def read_episode(
     store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
     """Return one episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
-    return answer(look(store, lambda db: load_episode_answer(db.tx, episode, turn, size)))
+    return answer(store.ask(lambda tx: load_episode_answer(tx, episode, turn, size)))
 
 
 @router.get("/episodes/{episode}/text", response_model=TextPart)
@@ -39,7 +39,7 @@ def read_text(
     size: Annotated[int, Query(ge=1, le=MAX_TEXT)] = MAX_TEXT,
 ) -> Response:
     """Return a part of one text of the episode, by the path that the episode's answer tells of a cut one."""
-    text = look(store, lambda db: load_text(db.tx, episode, of))
+    text = store.ask(lambda tx: load_text(tx, episode, of))
     end = start + size
     told = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
     return answer({**told, "next": end if end < len(text) else None})
@@ -51,14 +51,14 @@ def read_tokens(
 ) -> Response:
     """Return tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
 
-    def read(db: TransactionReader) -> tuple[EpisodeTokens, dict[str, Any]]:
-        found = EpisodeTokens(db.tx, episode)
+    def read(tx: DriverTransaction) -> tuple[EpisodeTokens, dict[str, Any]]:
+        found = EpisodeTokens(tx, episode)
         return found, found.read(start, size)
 
-    tokens, told = look(store, read)
+    tokens, told = store.ask(read)
     found = find_texts(store.settings, tokens.run["base"])
     if not found.sure:
-        found = look(store, lambda db: check_namesake(db.tx, tokens.shape, found))
+        found = store.ask(lambda tx: check_namesake(tx, tokens.shape, found))
     texts, why = tokens.texts(found, told)
     return answer({**{name: told[name] for name in TOKEN_PARTS}, "texts": texts, "why_no_texts": why})
 

@@ -8,15 +8,16 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, Field
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import cut_rows
-from agentrl.workers.page.shown.within import TransactionReader, look
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import cut_rows
 from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Sides, counted_rewards, list_remarks, load_sides
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.stats.paired_test import PairedComparison
-from agentrl.workflow.store.reads import eval_results, eval_tasks, run_rows
-from agentrl.workflow.store.reads.eval_results import EvalFilter, EvalRow
+from agentrl.workflow.store.driver_reader import DriverTransaction
+from agentrl.workflow.store.reads import eval_results, run_rows
+from agentrl.workflow.store.reads.eval_results import EvalFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.tables.views import EvalRow
 
 router = APIRouter(prefix="/api", tags=["evals"])
 
@@ -101,18 +102,18 @@ def list_evals(
 def compare(store: Store, a: int, b: int) -> Response:
     """Return two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
 
-    def both(db: TransactionReader) -> dict[str, Any]:
-        sides = load_sides(db, _find_eval(db, a), _find_eval(db, b))
-        found = _document(sides, eval_tasks.list_first_episodes(db, a, b))
-        questions = eval_tasks.load_questions(db, [row["task_id"] for row in found["tasks"]])
+    def both(tx: DriverTransaction) -> dict[str, Any]:
+        sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))
+        found = _document(sides, eval_results.list_first_episodes(tx, a, b))
+        questions = eval_results.load_questions(tx, [row["task_id"] for row in found["tasks"]])
         return {**found, "tasks": [{**row, "question": questions[row["task_id"]]} for row in found["tasks"]]}
 
-    return answer(look(store, both))
+    return answer(store.ask(both))
 
 
-def _find_eval(db: TransactionReader, run: int) -> Mapping[str, Any]:
-    name = run_rows.run_name(db.tx, run)
-    found = eval_results.find_evals(db, name)
+def _find_eval(tx: DriverTransaction, run: int) -> Mapping[str, Any]:
+    name = run_rows.run_name(tx, run)
+    found = eval_results.find_evals(tx, name)
     if not found:
         raise StateError(f"There is no evaluation {name!r}.", "Pass two of the evaluations in /api/evals.")
     return found[0]

@@ -6,12 +6,11 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.episode_answers import Advantage, ShownRow, ShownTask
 from agentrl.workers.page.shown.episode_tokens import check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_group import describe_parting, load_group_answer
-from agentrl.workers.page.shown.within import look
 
 router = APIRouter(prefix="/api", tags=["groups"])
 
@@ -85,9 +84,9 @@ class WholeGroup(BaseModel):
 @router.get("/groups/{group}", response_model=WholeGroup)
 def read_group(store: Store, group: int) -> Response:
     """Return one group: its episodes in short, why each has its advantage, and where they part."""
-    found = look(store, lambda db: load_group_answer(db.tx, group))
+    found = store.ask(lambda tx: load_group_answer(tx, group))
     texts = find_texts(store.settings, found.base)
     if not texts.sure and found.shapes:
         first = next(iter(found.shapes.values()))
-        texts = look(store, lambda db: check_namesake(db.tx, first, texts))
+        texts = store.ask(lambda tx: check_namesake(tx, first, texts))
     return answer({**found.told, "parting": describe_parting(found, texts)})

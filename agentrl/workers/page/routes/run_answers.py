@@ -5,9 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
 from agentrl.workflow.store.reads.event_rows import EventRow
-from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
+from agentrl.workflow.tables.views import EpisodeRow, IterationRow, UpdateRow
 
 
 class ListedRun(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.run_answers import (
     ConfigRows,
     CurvesAnswer,
@@ -17,24 +17,15 @@ from agentrl.workers.page.routes.run_answers import (
     RunsPage,
     WholeRun,
 )
-from agentrl.workers.page.shown.config_rows import compare_configs
-from agentrl.workers.page.shown.cutting import cut_rows, cut_texts
-from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run
-from agentrl.workers.page.shown.within import TransactionReader, look, look_at_run
-from agentrl.workflow.store.reads import (
-    curves,
-    episode_rows,
-    event_rows,
-    iteration_details,
-    lanes,
-    ledger,
-    run_details,
-    run_rows,
-)
+from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
+from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
+from agentrl.workflow.store.driver_reader import DriverTransaction
+from agentrl.workflow.store.reads import curves, episode_rows, event_rows, iteration_rows, lanes, ledger, run_details, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter
+from agentrl.workflow.tables.views import EpisodeRow
 
 router = APIRouter(prefix="/api", tags=["runs"])
 
@@ -60,35 +51,35 @@ def list_runs(
 ) -> Response:
     """Run, the newest first unless another order is asked for, without those that measure another one's policies."""
     chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
-    return answer(look(store, lambda db: _runs(db, chosen, Paging(size=size, cursor=cursor, sort=sort))))
+    return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))))
 
 
-def _runs(db: TransactionReader, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
-    found = run_rows.list_runs(db, chosen, paging)
-    return {"rows": list_shown_runs(db, found.rows), "next": found.next}
+def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
+    found = run_rows.list_runs(tx, chosen, paging)
+    return {"rows": list_shown_runs(tx, found.rows), "next": found.next}
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
 def read_run(store: Store, run: int) -> Response:
     """Return one run: its row, config, manifest, progress, relatives, and what kinds of rows it has."""
-    return answer(look(store, lambda db: load_run(db, run)))
+    return answer(store.ask(lambda tx: load_run(tx, run)))
 
 
 @router.get("/runs/{run}/config", response_model=ConfigRows)
 def read_config(store: Store, run: int, other: int | None = None) -> Response:
     """Return every value of the run's config, beside another run's where one is named."""
 
-    def both(db: TransactionReader) -> Any:
-        mine = run_details.find_config(db, run)
-        return mine, None if other is None else run_details.find_config(db, other)
+    def both(tx: DriverTransaction) -> Any:
+        mine = run_details.find_config(tx, run)
+        return mine, None if other is None else run_details.find_config(tx, other)
 
-    return answer({"rows": compare_configs(*look(store, both))})
+    return answer({"rows": compare_configs(*store.ask(both))})
 
 
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)
 def read_curves(store: Store, run: int, after: int = 0) -> Response:
     """Return the run's curves from the iteration after `after` on, at most 1,000 iterations, and its evaluations."""
-    found = look_at_run(store, run, lambda db, name: curves.load_curves(db, name, after))
+    found = store.ask_about_run(run, lambda tx, name: curves.load_curves(tx, name, after))
     told = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": found.rows, "evals": found.evals}
     return answer({**told, "cursor": found.cursor, "more": found.more})
 
@@ -99,7 +90,7 @@ def list_events(
 ) -> Response:
     """Return the run's events, oldest first; `sort=-id`: newest first."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
-    return _page(look_at_run(store, run, lambda db, name: event_rows.list_events(db, EventFilter(name, kind), paging)))
+    return _page(store.ask_about_run(run, lambda tx, name: event_rows.list_events(tx, EventFilter(name, kind), paging)))
 
 
 @router.get("/runs/{run}/ledger", response_model=LedgerPage)
@@ -108,10 +99,10 @@ def read_ledger(
 ) -> Response:
     """Return what became of the planned episodes of some iterations: how many there were of each fate."""
 
-    def window(db: TransactionReader, name: str) -> Any:
-        return ledger.count_fates_after(db, name, max(0, after), size)
+    def window(tx: DriverTransaction, name: str) -> Any:
+        return ledger.count_fates_after(tx, name, max(0, after), size)
 
-    rows = look_at_run(store, run, window)
+    rows = store.ask_about_run(run, window)
     return answer({"rows": rows, "next": rows[-1]["iteration"] if rows else ""})
 
 
@@ -123,7 +114,7 @@ def read_lanes(
     last: Annotated[int | None, Query(alias="to")] = None,
 ) -> Response:
     """Return what each worker of each queue did in some iterations, the newest five unless others are named."""
-    found = look_at_run(store, run, lambda db, name: lanes.load_lanes(db, name, first, last))
+    found = store.ask_about_run(run, lambda tx, name: lanes.load_lanes(tx, name, first, last))
     told = {"lanes": found.lanes, "spans": found.spans, "left_out": found.left_out}
     return answer({**told, "from": found.first, "to": found.last})
 
@@ -131,7 +122,7 @@ def read_lanes(
 @router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
 def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return one iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
-    found = look_at_run(store, run, lambda db, name: iteration_details.load_iteration(db, name, number))
+    found = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
     return answer({**told, "left_out": found.left_out})
 
@@ -156,13 +147,13 @@ def list_episodes(
     """Return the run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
 
-    def page(db: TransactionReader, name: str) -> Page[episode_rows.EpisodeRow]:
+    def page(tx: DriverTransaction, name: str) -> Page[EpisodeRow]:
         chosen = EpisodeFilter(
             *(name, iteration, None, group, status, stop_reason, task, min_reward, max_reward, tool_errors, text)
         )
-        return episode_rows.list_episodes(db, chosen, paging)
+        return episode_rows.list_episodes(tx, chosen, paging)
 
-    return _page(look_at_run(store, run, page))
+    return _page(store.ask_about_run(run, page))
 
 
 def _page(found: Page[Any]) -> Response:

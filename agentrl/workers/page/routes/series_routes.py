@@ -4,8 +4,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.within import look_at_run
+from agentrl.workers.page.routes import Store
 from agentrl.workflow.store.reads import series
 
 router = APIRouter(prefix="/api", tags=["series"])
@@ -49,7 +48,7 @@ def read_series(store: Store, run: int, view: str, column: str, cursor: str = ""
     """Return the next 5,000 rows of the run in a view: how often a column has a number, its sum, least and greatest by
     iteration.
     """
-    found = look_at_run(store, run, lambda db, name: series.read_series(db, name, view, column, cursor))
+    found = store.ask_about_run(run, lambda tx, name: series.read_series(tx, name, view, column, cursor))
     return answer({"rows": found.rows, "next": found.next})
 
 

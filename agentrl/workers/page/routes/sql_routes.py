@@ -14,9 +14,8 @@ from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import Busy, ReadOnlyStore
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS
-from agentrl.workers.page.shown.shown_texts import LEAST_CHARS
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import LEAST_CHARS, SHOWN_CHARS
 from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.store.reads.user_sql import run_query
 

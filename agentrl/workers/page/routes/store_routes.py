@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from agentrl import __version__
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import ReadOnlyStore
-from agentrl.workers.page.routes.asked import Store
+from agentrl.workers.page.routes import Store
 from agentrl.workflow.store.connect import database_url
 from agentrl.workflow.store.reads import run_rows
 

@@ -6,9 +6,8 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from agentrl.workers.page.answers import answer
-from agentrl.workers.page.routes.asked import Store
-from agentrl.workers.page.shown.cutting import LISTED_CHARS, cut_rows, cut_value
-from agentrl.workers.page.shown.within import look_at_run
+from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_value
 from agentrl.workflow.store.reads import task_rows
 
 router = APIRouter(prefix="/api", tags=["tasks"])
@@ -76,7 +75,7 @@ def list_tasks(
     cursor: str = "",
 ) -> Response:
     """Return the tasks that the run has groups of, at most 40, by their first group unless another order is asked for."""
-    found = look_at_run(store, run, lambda db, name: task_rows.list_tasks(db, name, text, sort, size, cursor))
+    found = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor))
     told = {"rows": cut_rows(found.rows, LISTED_CHARS), "next": found.next}
     return answer({**told, "solved_means": found.solved_means, "left_out": found.left_out})
 
@@ -84,7 +83,7 @@ def list_tasks(
 @router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)
 def read_task(store: Store, run: int, task: int) -> Response:
     """Return one task: what is asked, and all groups of it with their episodes' rewards."""
-    found = look_at_run(store, run, lambda db, name: task_rows.load_task(db, name, task))
+    found = store.ask_about_run(run, lambda tx, name: task_rows.load_task(tx, name, task))
     cut = {}
     for name in ("task", "reference", "metadata"):
         found[name], cut[name] = cut_value(found[name])

@@ -9,9 +9,8 @@ from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
 from agentrl.workflow.analysis.token_strip import ELSEWHERE, TokenPiece, list_pieces, place_chains
 from agentrl.workflow.store.reads.episode_relations import load_run_of
-from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
-from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, StepTokens, load_tokens
-from agentrl.workflow.store.reads.turn_rows import load_steps
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
@@ -34,7 +33,7 @@ class EpisodeTokens:
         Raises:
             NotFoundError: there is no such episode.
         """
-        self.shape: EpisodeShape = episode_shape(tx, episode)
+        self.shape: EpisodeShape = load_shape(tx, episode)
         self.run = load_run_of(tx, self.shape.run_id)
         self._tx = tx
         self._chains = place_chains(self.shape.value)

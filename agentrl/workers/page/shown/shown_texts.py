@@ -1,8 +1,65 @@
-"""Texts of an answer within one measure: long ones are cut, and where many are long, the later ones are cut shorter."""
+"""Texts and values cut to a size that a page can show, each with what was left out, and a model's input messages as such texts.
 
+`ShownTexts` keeps all texts of an answer within one measure: where many are long, the later ones are cut shorter.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_value
+from agentrl.workflow.store.row_codecs import SHARED
+
+SHOWN_CHARS = 20_000
+"""The most characters of a text in an answer."""
+LISTED_CHARS = 2000
+"""The most characters of a text in a row of a list."""
+MAX_DEPTH = 40
+"""The deepest value that is shown as one."""
+
+
+def cut_rows(rows: Iterable[Mapping[str, Any]], most: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
+    """Return the rows, long values cut; a row that lost something says in `cut` of which column, and how many characters it
+    has.
+    """
+    return [_cut_row(row, most) for row in rows]
+
+
+def cut_texts(row: Mapping[str, Any], most: int = LISTED_CHARS) -> dict[str, Any]:
+    """Return the row, only its long texts cut; `cut` as `cut_rows` says it."""
+    cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > most}
+    return {**row, **{name: row[name][:most] for name in cut}, **({"cut": cut} if cut else {})}
+
+
+def _cut_row(row: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    parts = {name: cut_value(value, most) for name, value in row.items() if isinstance(value, str | dict | list)}
+    cut = {name: size for name, (_, size) in parts.items() if size is not None}
+    return {**row, **{name: parts[name][0] for name in cut}, "cut": cut} if cut else row
+
+
+def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
+    """Return a value of JSON's kinds as it is, and None; a larger one as the beginning of its text, and how many characters it
+    has.
+    """
+    if isinstance(value, str):
+        return value[:most], len(value) if len(value) > most else None
+    if not isinstance(value, dict | list):
+        return value, None
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (RecursionError, ValueError):
+        return "(not shown: nested too deep, or a number is too long)", 0
+    shallow = len(text) <= most and _depth(text) <= MAX_DEPTH
+    return (value, None) if shallow else (text[:most], len(text))
+
+
+def _depth(text: str) -> int:
+    """About how deep a value's text nests: brackets in texts count too."""
+    deepest = depth = 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        deepest = max(deepest, depth)
+    return deepest
+
 
 ANSWER_CHARS = 2_000_000
 """About the most characters of all texts of an answer."""
@@ -52,3 +109,55 @@ class ShownTexts:
         target.setdefault("cut", {})[name] = chars
         if path:
             target.setdefault("of", {})[name] = path
+
+
+Row = Mapping[str, Any]
+MAX_MESSAGES = 200
+"""The most messages of a turn or a task."""
+MAX_KEY = 10_000
+
+
+def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
+    """Of a step's prompt: how many messages of another line it begins with, and what follows, each with its place.
+
+    A message that is the result of a call of the turn before (`results`: result, result_chars) is left out: it is told there.
+    """
+    messages = prompt if isinstance(prompt, list) else []
+    head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0
+    shared = head if isinstance(head, int) else 0
+    told = {(call["result"], call["result_chars"]) for call in results if call["result"] is not None}
+    new = list(enumerate(messages))[1 if shared else 0 :]
+    return shared, [(place, message) for place, message in new if not _is_told(message, told)]
+
+
+def _is_told(message: Any, told: set[tuple[str, int]]) -> bool:
+    if not (isinstance(message, Mapping) and message.get("role") == "tool"):
+        return False
+    content = str(message.get("content", ""))
+    return any(len(content) == chars and content.startswith(result) for result, chars in told)
+
+
+def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
+    """Return a message of a JSON column."""
+    row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
+    shown: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
+    texts.put(shown, "content", str(row.get("content", "")), path=f"{path}/content")
+    if row.get("thought"):
+        texts.put(shown, "thought", str(row["thought"]), path=f"{path}/thought")
+    if row.get("name"):
+        shown["name"] = str(row["name"])[:1000]
+    if row.get("tool_calls"):
+        texts.put_value(shown, "tool_calls", row["tool_calls"], path=f"{path}/tool_calls")
+    return shown
+
+
+def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
+    """Return a task, as `load_task_of` gives it."""
+    shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
+    texts.put(shown, "reference", task["reference"], task["reference_chars"], "task/reference")
+    messages = task["messages"] if isinstance(task["messages"], list) else []
+    shown["messages"] = [
+        shown_message(message, f"task/messages/{place}", texts) for place, message in enumerate(messages[:MAX_MESSAGES])
+    ]
+    shown["messages_left_out"] = len(messages[MAX_MESSAGES:])
+    return shown

@@ -4,9 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import Reader, explain_episode, find_reader
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_texts
-from agentrl.workers.page.shown.shown_messages import MAX_MESSAGES, new_messages, shown_message, shown_task
-from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workers.page.shown.shown_texts import (
+    MAX_MESSAGES,
+    SHOWN_CHARS,
+    ShownTexts,
+    cut_texts,
+    new_messages,
+    shown_message,
+    shown_task,
+)
 from agentrl.workers.page.shown.whole_run import typed_run
 from agentrl.workflow.analysis.outcome_text import fate_sentence
 from agentrl.workflow.analysis.token_strip import place_chains
@@ -21,15 +27,17 @@ from agentrl.workflow.store.reads.episode_relations import (
     load_task_of,
     load_whole_rewards,
 )
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
-from agentrl.workflow.store.reads.episode_shape import EpisodeShape, episode_shape
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 from agentrl.workflow.store.reads.turn_rows import (
+    ANNOTATION_FIELDS,
+    CALL_FIELDS,
     load_annotations,
     load_calls,
     load_grades,
     load_step_rewards,
     load_steps,
 )
+from agentrl.workflow.tables.views import EpisodeRow
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 Row = Mapping[str, Any]
@@ -40,10 +48,6 @@ _STEP_FIELDS = (
     "step", "policy_version", "finish_reason", "mean_logprob", "generate_seconds", "sampled_at", "observed_at", "request_id",
     "equal",
 )  # fmt: skip
-_CALL_FIELDS = (
-    "id", "call", "tool", "loose", "kind", "status", "error_class", "starts", "attempts", "seconds", "queue_seconds",
-    "cpu_seconds", "sandbox", "exit_status", "exit_code", "worker", "created_at", "started_at", "finished_at",
-)  # fmt: skip
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
     Raises:
         NotFoundError: there is no such episode.
     """
-    shape = episode_shape(tx, episode)
+    shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
     texts = ShownTexts()
     reader, readers = find_reader(tx, episode, shape.run_id, run)
@@ -154,14 +158,14 @@ def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[s
 
 
 def _shown_call(call: Row, texts: ShownTexts) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: call[name] for name in _CALL_FIELDS}
+    shown: dict[str, Any] = {name: call[name] for name in CALL_FIELDS if name != "step"}
     texts.put_value(shown, "arguments", call["arguments"], f"calls/{call['id']}/arguments")
     texts.put(shown, "result", call["result"], call["result_chars"], f"calls/{call['id']}/result")
     return shown
 
 
 def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: row[name] for name in ("id", "step", "source", "kind", "name", "seconds", "created_at")}
+    shown: dict[str, Any] = {name: row[name] for name in ANNOTATION_FIELDS}
     texts.put_value(shown, "data", row["data"], f"annotations/{row['id']}/data")
     return shown
 

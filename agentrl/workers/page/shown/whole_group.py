@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import Reader, explain_members
-from agentrl.workers.page.shown.cutting import cut_texts
 from agentrl.workers.page.shown.episode_tokens import packed_line, place_in_line
-from agentrl.workers.page.shown.shown_messages import new_messages, shown_message, shown_task
-from agentrl.workers.page.shown.shown_texts import ShownTexts
+from agentrl.workers.page.shown.shown_texts import ShownTexts, cut_texts, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
 from agentrl.workflow.analysis.alignment import Alignment, TokenBranch, align
 from agentrl.workflow.store.reads.credit_rows import load_group_members
 from agentrl.workflow.store.reads.episode_relations import load_run_of, load_task_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape
-from agentrl.workflow.store.reads.siblings import (
+from agentrl.workflow.store.reads.group_rows import (
     GroupOf,
     load_group,
     load_short_results,
@@ -24,7 +22,7 @@ from agentrl.workflow.store.reads.siblings import (
     load_sibling_readers,
     load_sibling_shapes,
 )
-from agentrl.workflow.store.reads.token_rows import TOKEN_BYTES, unpack_ids
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000

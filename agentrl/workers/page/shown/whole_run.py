@@ -1,21 +1,25 @@
-"""Runs as the page shows them: in a list, and one with all that is shown of it first."""
+"""Runs as the page shows them: in a list, and one with all that is shown of it first; a config, alone and beside another.
+
+A run that `agentrl submit` made records where each value came from that a person chose: an option, a variable, a file. Other
+values that are no defaults are `settled`: by the algorithm, the model, the run that it continues. Runs from before, and those
+that other commands make, say of such values only that they were `given`.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentrl.workers.page.shown.config_rows import list_config
-from agentrl.workers.page.shown.cutting import SHOWN_CHARS, cut_rows
-from agentrl.workers.page.shown.within import TransactionReader
-from agentrl.workflow.config import NAME_PATTERN
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workflow.config import NAME_PATTERN, NO_AGENT, RunConfig, flatten
+from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
-from agentrl.workflow.store.reads.run_rows import RunRow
-from agentrl.workflow.store.reads.run_summaries import load_summaries
+from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
+from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
 """The most runs that come from one."""
@@ -23,9 +27,9 @@ OPEN_WORK_SHOWN = 200
 """The most claims and waiting messages of a run."""
 
 
-def list_shown_runs(db: TransactionReader, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
+def list_shown_runs(tx: DriverTransaction, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     """Return the rows of runs, each with its summary."""
-    summaries = load_summaries(db.tx, rows)
+    summaries = load_summaries(tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
@@ -35,31 +39,82 @@ def typed_run(number: int, name: str) -> str:
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
-def load_run(db: TransactionReader, run: int) -> dict[str, Any]:
+def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     """Return the run of that number, as `/api/runs/{run}` answers it.
 
     Raises:
         NotFoundError: there is no such run.
     """
-    name = run_rows.run_name(db.tx, run)
-    (shown,) = list_shown_runs(db, [run_rows.run_by_id(db.tx, run)])
-    children = find_children(db.tx, run, CHILDREN_SHOWN + 1)
-    work = (asdict(each) for each in list_open_work(db) if each.run == name) if shown["status"] == "running" else ()
+    name = run_rows.run_name(tx, run)
+    (shown,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
+    children = find_children(tx, run, CHILDREN_SHOWN + 1)
+    work = (asdict(each) for each in list_open_work(tx) if each.run == name) if shown["status"] == "running" else ()
     return {
         "run": shown,
         "typed": typed_run(run, name),
-        "config": list_config(run_details.find_config(db, run)),
-        "manifest": run_details.load_manifest(db.tx, run),
-        "progress": run_rows.count_progress(db, name),
+        "config": list_config(run_details.find_config(tx, run)),
+        "manifest": run_details.load_manifest(tx, run),
+        "progress": run_rows.count_progress(tx, name),
         "waits_for": shown["waits_for"],
-        "sampled_on": run_rows.why_sampling_on(db, name),
+        "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown["tags"],
-        "notes": cut_rows(notes_of(db.tx, run), SHOWN_CHARS),
-        "sources": [asdict(each) for each in find_sources(db.tx, run)],
+        "notes": cut_rows(notes_of(tx, run), SHOWN_CHARS),
+        "sources": [asdict(each) for each in find_sources(tx, run)],
         "children": [asdict(each) for each in children[:CHILDREN_SHOWN]],
         "children_cut": len(children) > CHILDREN_SHOWN,
-        "has": run_details.find_what_it_has(db.tx, run, name),
-        "reward_parts": run_details.list_reward_parts(db.tx, run, name),
+        "has": run_details.find_what_it_has(tx, run, name),
+        "reward_parts": run_details.list_reward_parts(tx, run, name),
         "open_work": [*work][:OPEN_WORK_SHOWN],
-        "evaluations": count_evals(db.tx, run),
+        "evaluations": count_evals(tx, run),
     }
+
+
+def list_config(config: StoredConfig) -> list[dict[str, Any]]:
+    """Key, value, origin of each value, and `cut`: the characters of one that is too long to show."""
+    values, origin = _flat(config.values), _origins(config)
+    return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
+
+
+def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
+    """As `list_config`, with the `other` run's value, its origin, and whether they differ; null without another run."""
+    values, origin = _flat(config.values), _origins(config)
+    if other is None:
+        unknown = {"other": None, "other_origin": None, "differs": False}
+        return [{"key": key, **_shown(value), "origin": origin(key, value), **unknown} for key, value in values.items()]
+    theirs, their_origin = _flat(other.values), _origins(other)
+    return [
+        {
+            "key": key,
+            **_shown(values.get(key)),
+            "origin": origin(key, values.get(key)),
+            "other": cut_value(theirs.get(key))[0],
+            "other_origin": their_origin(key, theirs.get(key)),
+            "differs": values.get(key) != theirs.get(key),
+        }
+        for key in dict.fromkeys((*values, *theirs))
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by dotted key, those of the code's keys that an older run lacks at their defaults."""
+    tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
+    return {**RunConfig().flat(), **dict(flatten(tree))}
+
+
+def _shown(value: Any) -> dict[str, Any]:
+    shown, cut = cut_value(value)
+    return {"value": shown, "cut": cut}
+
+
+def _origins(config: StoredConfig) -> Callable[[str, Any], str]:
+    """Key and value -> where the value came from."""
+    defaults, known = RunConfig().flat(), config.origins
+
+    def origin(key: str, value: Any) -> str:
+        if known and isinstance(known.get(key), str):
+            return known[key][:LISTED_CHARS]
+        if key in defaults and defaults[key] == value:
+            return "default"
+        return "given" if known is None else "settled"
+
+    return origin

@@ -1,32 +1,12 @@
 """Annotations of episodes, by agents, tools and hooks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow
-from agentrl.workflow.store.reads.run_rows import select_parts_page
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnnotationRow(ViewRow):
-    """An annotation of an episode."""
-
-    VIEW: ClassVar[str] = "v_annotations"
-    id: int
-    run: str
-    iteration: int
-    episode_id: int
-    attempt: int
-    step: int | None
-    source: str
-    kind: str
-    name: str
-    data: Mapping[str, Any]
-    seconds: float | None
-    created_at: datetime
+from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, choose_conditions, select_page
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.views import AnnotationRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +26,8 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
     """Annotations in the order in which they were written."""
-    return select_parts_page(tx, AnnotationRow, chosen, _CONDITIONS, paging)
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    if chosen.run is not None:
+        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
+    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
+    return select_page(tx, AnnotationRow, conditions, values, paging or Paging(), orders, "id")

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape
-from agentrl.workflow.store.reads.ledger import FateRow
 from agentrl.workflow.store.reads.paging import select_values
-from agentrl.workflow.store.reads.reward_rows import RewardRow
 from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.views import EpisodeRow, FateRow, RewardRow
 
 MAX_FORKS = 100
 MAX_REWARDS = 500
@@ -24,13 +22,13 @@ def load_row(tx: Any, episode: int) -> EpisodeRow:
 def load_run_of(tx: Any, run_id: int) -> Row:
     """Name, kind, base, hash of the base, config and manifest of an episode's run."""
     query = "SELECT id, name, kind, base, base_hash, reward_set, config, manifest FROM runs WHERE id = :id"
-    return select_rows(tx, query, ("config", "manifest"), id=run_id)[0]
+    return select_rows(tx, query, id=run_id)[0]
 
 
 def load_task_of(tx: Any, task_id: int) -> Row:
     """Return the task: id, key, messages, reference."""
     query = f"SELECT id, key, messages, {cut_column('reference')} FROM tasks WHERE id = :id"
-    return select_rows(tx, query, ("messages",), id=task_id)[0]
+    return select_rows(tx, query, id=task_id)[0]
 
 
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:

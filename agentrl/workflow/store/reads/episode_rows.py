@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.call_rows import CallRow
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page, select_values
-from agentrl.workflow.store.reads.reward_rows import RewardRow
-from agentrl.workflow.store.reads.step_rows import StepRow
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.tables.views import CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import Episode, Step
 
 EPISODE_ORDERS = {
@@ -19,46 +16,6 @@ EPISODE_ORDERS = {
     "errors": "tool_errors", "tokens": "sampled_tokens",
 }  # fmt: skip
 """What the list may be sorted by -> the column of `episodes`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EpisodeRow(ViewRow):
-    """One attempt at one task."""
-
-    VIEW: ClassVar[str] = "v_episodes"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    slot: int
-    sample: int
-    task: str
-    status: str
-    stop_reason: str | None
-    reward: float | None
-    advantage: float | None
-    final_answer: str
-    reference: str
-    policy_version: int
-    staleness: int | None
-    steps: int
-    prompt_tokens: int
-    sampled_tokens: int
-    tool_calls: int
-    tool_errors: int
-    generate_seconds: float
-    tool_seconds: float
-    seconds: float | None
-    error_class: str
-    error: str
-    tainted: bool
-    attempt: int
-    parent_id: int | None
-    fork_step: int | None
-    inherited_steps: int
-    group_id: int
-    started_at: datetime | None
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +86,10 @@ def find_last_episode(tx: Any) -> int | None:
     return found[0]["id"] if found else None
 
 
+_CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
+T = TypeVar("T", StepRow, CallRow)
+
+
 @dataclass(frozen=True)
 class EpisodeRecord:
     """One full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
@@ -155,15 +116,6 @@ def find_episode(tx: Any, episode: int) -> EpisodeRecord:
     Raises:
         NotFoundError: there is none.
     """
-    return episode_record(tx, episode)
-
-
-_CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
-T = TypeVar("T", StepRow, CallRow)
-
-
-def episode_record(tx: Any, episode: int) -> EpisodeRecord:
-    """As find_episode, inside a transaction."""
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
         raise no_episode_error(episode)
@@ -193,11 +145,11 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 def load_episode(tx: Any, episode: int) -> Episode:
     """Return the episode with the steps of its current attempt, its first ones read through its parent."""
-    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", ("opening",), id=episode)
-    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", ("messages", "metadata"), id=row["task_id"])
+    (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
+    (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
     found = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
-    said = select_rows(tx, _ANNOTATIONS, ("data",), id=episode, attempt=row["attempt"])
+    said = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
     return replace(found, annotations=tuple(annotation_value(one) for one in said))
 
 
@@ -216,7 +168,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
     made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, made, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
-    for row in select_rows(tx, _STEPS, ("prompt", "asked"), id=episode["id"], attempt=episode["attempt"]):
+    for row in select_rows(tx, _STEPS, id=episode["id"], attempt=episode["attempt"]):
         found.append(step_value(row, row["version"], calls.get(row["id"], ()), found))
     return found
 

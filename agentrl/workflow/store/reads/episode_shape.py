@@ -45,11 +45,6 @@ def load_shape(tx: Any, episode: int) -> EpisodeShape:
     Raises:
         NotFoundError: there is no such episode.
     """
-    return episode_shape(tx, episode)
-
-
-def episode_shape(tx: Any, episode: int) -> EpisodeShape:
-    """As `load_shape`, inside a transaction."""
     found = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
     if not found:
         raise no_episode_error(episode)

@@ -1,16 +1,16 @@
 """Results of evaluations: pages of them, those of a policy, the mean of each task, the episodes that are right."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.stats.evaluation import is_right
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.views import EvalRow
 from agentrl.workflow.trajectory import PolicyRef
 
 MEASURED = """
@@ -23,33 +23,6 @@ MEASURED = """
 those that a person did."""
 
 EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EvalRow(ViewRow):
-    """An evaluation of a policy on tasks."""
-
-    VIEW: ClassVar[str] = "v_evals"
-    id: int
-    run: str
-    measures: str | None
-    policy_version: int
-    status: str
-    reason: str
-    dataset: str
-    split: str | None
-    tasks: int | None
-    episodes: int | None
-    errors: int | None
-    mean_reward: float | None
-    low: float | None
-    high: float | None
-    interval_by: str | None
-    accuracy: float | None
-    pass_at: Mapping[str, float] | None
-    policy: str | None
-    created_at: datetime
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +86,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
         NotFoundError: there is no such run.
         StateError: it is an evaluation that is not done.
     """
-    row = run_row(tx, run)
+    row = find_run(tx, run)
     found = _load_evals(tx, "r.id = :id", id=row["id"])
     if row["kind"] == "eval" and not found:
         raise StateError(
@@ -141,7 +114,7 @@ def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
         JOIN policies p ON p.run_id = r.id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default'
         WHERE {condition} ORDER BY r.id DESC"""
-    return select_rows(tx, query, ("config", "manifest", "weights"), **parameters)
+    return select_rows(tx, query, **parameters)
 
 
 @sql_read_transaction
@@ -182,7 +155,7 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""
-    (scored_by,) = select_rows(tx, query, ("weights", "manifest"), iteration=iteration)
+    (scored_by,) = select_rows(tx, query, iteration=iteration)
     query = """
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN episodes e ON e.id = w.episode_id
         WHERE w.reward_set_id = :reward_set AND e.iteration_id = :iteration GROUP BY w.episode_id, w.part"""
@@ -197,3 +170,32 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
         found[episode] = is_right(its, weights, correct, given)
     told = {episode for episode, right in found.items() if right is not None}
     return {episode for episode in told if found[episode]} if told else None
+
+
+KEY_CHARS = 200
+"""The most characters of a task's key, and of its question."""
+
+
+@sql_read_transaction
+def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
+    """Return each task of both evaluations, by their runs' numbers: its key, and the first episode of each that tried it."""
+    query = f"""
+        SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
+        FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a
+        JOIN (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :second GROUP BY task_id) b
+          ON b.task_id = a.task_id
+        JOIN tasks t ON t.id = a.task_id ORDER BY t.id"""
+    return list(select_rows(tx, query, first=first, second=second))
+
+
+@sql_read_transaction
+def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
+    """Return the beginning of what each of these tasks asks: its last message."""
+    query = f"SELECT id, messages FROM tasks WHERE id IN ({among(tasks)})"
+    return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query)}
+
+
+def _question(messages: Any) -> str:
+    last = messages[-1] if isinstance(messages, list) and messages else {}
+    said = last.get("content") if isinstance(last, dict) else ""
+    return said[:KEY_CHARS] if isinstance(said, str) else ""

@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.view_row import ViewRow
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EventRow(ViewRow):
+class EventRow(ViewRow, view="events"):
     """An event of a run: its kind, the part it concerns, and a text."""
 
-    VIEW: ClassVar[str] = "events"
     id: int
     run_id: int | None
     kind: str

@@ -1,39 +1,18 @@
-"""Groups: the episodes of one task in one iteration, which share a baseline."""
+"""Groups: lists of them, and the episodes of one: their rows, shortened texts, rewards and outcomes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
-from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, in_parts, load_shape, shape_value
+from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values, storable_value
+from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.views import EpisodeRow, GroupRow
 
 GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupRow(ViewRow):
-    """The episodes of one task in one iteration."""
-
-    VIEW: ClassVar[str] = "v_groups"
-    id: int
-    run: str
-    iteration: int
-    slot: int
-    kind: str
-    status: str
-    dropped: str
-    task: str
-    reference: str
-    mean_reward: float | None
-    std_reward: float | None
-    attempt: int
-    losses: int
-    failures: int
-    worker: str
-    started_at: datetime | None
-    finished_at: datetime | None
-    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +47,110 @@ def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> P
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
     return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "id", "groups")
+
+
+SHORT_CHARS = 4001
+"""The most characters that are read of a sibling's text: one more than is shown."""
+MAX_SIBLINGS = 64
+MAX_PARTS = 5000
+"""The most siblings of an answer, and rows of what they earned."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOf:
+    """A group: its row, the numbers of its run and task, and its episodes' rows; `left_out` more were too many."""
+
+    row: GroupRow
+    run_id: int
+    task_id: int
+    episodes: Sequence[EpisodeRow]
+    left_out: int
+
+
+def load_group(tx: Any, group: int) -> GroupOf:
+    """Return a group with its first MAX_SIBLINGS episodes.
+
+    Raises:
+        NotFoundError: there is no such group.
+    """
+    number = storable_value(group)
+    found = select_rows(tx, "SELECT run_id, task_id FROM groups WHERE id = :id", id=number)
+    if not found:
+        raise NotFoundError(f"There is no group {group}.", "List a run's episodes with `agentrl episodes RUN`.")
+    (row,) = select_values(tx, GroupRow, "WHERE id = :id", id=number)
+    query = f"SELECT id FROM episodes WHERE group_id = :id ORDER BY sample LIMIT {MAX_SIBLINGS}"
+    ids = [each["id"] for each in select_rows(tx, query, id=number)]
+    (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE group_id = :id", id=number)
+    episodes = select_values(tx, EpisodeRow, f"WHERE id IN ({among(ids)})")
+    by_sample = sorted(episodes, key=lambda episode: episode.sample)
+    return GroupOf(row, found[0]["run_id"], found[0]["task_id"], by_sample, count["n"] - len(ids))
+
+
+def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
+    """Return episode -> its shape."""
+    plain = [episode for episode in group.episodes if episode.parent_id is None]
+    steps: dict[int, list[Row]] = {episode.id: [] for episode in plain}
+    for some in in_parts([*steps]):
+        query = f"""
+            SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
+            WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number"""
+        for row in select_rows(tx, query):
+            steps[row["episode_id"]].append(row)
+    found = {}
+    for episode in group.episodes:
+        if episode.id in steps:
+            numbers = (episode.id, group.run_id, group.task_id, episode.group_id, episode.attempt)
+            rows = steps[episode.id]
+            found[episode.id] = EpisodeShape(*numbers, shape_value(episode, rows), rows)
+        else:
+            found[episode.id] = load_shape(tx, episode.id)
+    return found
+
+
+def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
+    """Return number of a step's row -> its text in short, and what its prompt added."""
+    found: dict[int, Row] = {}
+    for some in in_parts(ids):
+        query = f"SELECT id, {cut_column('text', most=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
+        found |= {row["id"]: row for row in select_rows(tx, query)}
+    return found
+
+
+def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
+    """Return number of a step's row -> the results of its calls in short."""
+    found: dict[int, list[Row]] = {}
+    for some in in_parts(ids):
+        query = f"""
+            SELECT id, step_id, tool, status, error_class, {cut_column("result", most=SHORT_CHARS)} FROM tool_calls
+            WHERE step_id IN ({among(some)}) AND kind <> 'grade' ORDER BY step_id, call"""
+        for row in select_rows(tx, query):
+            found.setdefault(row["step_id"], []).append(row)
+    return found
+
+
+def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]:
+    """Return episode -> the parts of its reward, those of steps too, in every reward set."""
+    query = f"""
+        SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
+        FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
+        ORDER BY w.id + 0 LIMIT {MAX_PARTS}"""
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for row in select_rows(tx, query):
+        found.setdefault(row["episode_id"], []).append({name: row[name] for name in row if name != "episode_id"})
+    return found
+
+
+def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, str]:
+    """Return episode -> its fate in the run."""
+    query = f"SELECT episode_id, fate FROM v_ledger WHERE episode_id IN ({among(episodes)}) AND run = :run"
+    return {row["episode_id"]: row["fate"] for row in select_rows(tx, query, run=run)}
+
+
+def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
+    """Return the updates that read some of them: those of the group's own run, else those of the first run that did."""
+    query = f"""
+        SELECT run_id, iteration_id, episode_id, advantage FROM consumptions
+        WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MAX_PARTS}"""
+    found = select_rows(tx, query)
+    chosen = run_id if any(row["run_id"] == run_id for row in found) else next((row["run_id"] for row in found), None)
+    return [row for row in found if row["run_id"] == chosen]

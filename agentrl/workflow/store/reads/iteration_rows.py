@@ -1,66 +1,27 @@
-"""Iterations of a run, and the optimizer steps of their updates."""
+"""Iterations: lists of them and of their optimizer steps; one with its groups, sampled or stored, and their episodes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
-from agentrl.workflow.store.driver_reader import sql_read_transaction
+from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.stats.group_variance import mean_and_deviation
+from agentrl.workflow.store.driver_reader import among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, ViewRow, choose_conditions, select_page
+from agentrl.workflow.store.reads.credit_rows import load_rewards_in
+from agentrl.workflow.store.reads.paging import (
+    BY_NUMBER,
+    Page,
+    Paging,
+    choose_conditions,
+    select_page,
+    select_values,
+    storable_value,
+)
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "iteration"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IterationRow(ViewRow):
-    """An iteration: its rollouts, its update."""
-
-    VIEW: ClassVar[str] = "v_iterations"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    status: str
-    skipped: str
-    episodes: int
-    trainable: int
-    dropped_groups: int
-    more_groups: int
-    groups: int
-    flat_groups: int
-    mean_reward: float | None
-    policy_version: int
-    eval_reward: float | None
-    staleness: int | None
-    loss: float | None
-    kl: float | None
-    policy_kl: float | None
-    entropy: float | None
-    clip_fraction: float | None
-    grad_norm: float | None
-    value_loss: float | None
-    explained_variance: float | None
-    sampler_difference_mean: float | None
-    sampler_difference_max: float | None
-    importance_outside: float | None
-    importance_weight: float | None
-    importance_truncated: float | None
-    effective_sample_size: float | None
-    log_ratio_clamped: float | None
-    tokens: int
-    prompt_tokens: int
-    sampled_tokens: int
-    tool_calls: int
-    tool_errors: int
-    update_seconds: float | None
-    peak_memory_bytes: float | None
-    tflops: float | None
-    mfu: float | None
-    rollout_seconds: float | None
-    seconds: float | None
-    started_at: datetime | None
-    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,38 +56,6 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
     return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "iteration")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateRow(ViewRow):
-    """An optimizer step."""
-
-    VIEW: ClassVar[str] = "v_updates"
-    id: int
-    run: str
-    epoch: int
-    iteration: int
-    minibatch: int
-    rows: int
-    tokens: int
-    loss: float | None
-    kl: float | None
-    entropy: float | None
-    clip_fraction: float | None
-    ratio: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    policy_kl: float | None
-    kl_coef: float | None
-    value_loss: float | None
-    explained_variance: float | None
-    sampler_difference_mean: float | None
-    sampler_difference_max: float | None
-    importance_outside: float | None
-    importance_weight: float | None
-    importance_truncated: float | None
-    effective_sample_size: float | None
-    log_ratio_clamped: float | None
-
-
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
     """A filter of a run's optimizer steps: all, or those of an iteration, from 1."""
@@ -141,3 +70,116 @@ def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) ->
     conditions, values = choose_conditions(chosen, {"iteration": "iteration = :iteration"})
     values["run"] = run_id_and_name(tx, chosen.run)["name"]
     return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "id")
+
+
+MAX_EPISODES = 4096
+"""The most episodes of one answer, in whole groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationDetails:
+    """An iteration; `left_out` counts groups that would have made more than MAX_EPISODES episodes."""
+
+    iteration: IterationRow
+    updates: Sequence[UpdateRow]
+    groups: Sequence[Mapping[str, Any]]
+    left_out: int
+
+
+@sql_read_transaction
+def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
+    """Return the run's iteration of that number, from 1.
+
+    Raises:
+        NotFoundError: no such run or iteration.
+    """
+    found = run_id_and_name(tx, run)
+    query = """
+        SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
+        WHERE i.run_id = :run AND i.number = :number"""
+    known = select_rows(tx, query, run=found["id"], number=storable_value(number) - 1)
+    if not known:
+        raise NotFoundError(f"{found['name']!r} has no iteration {number}.", f"agentrl watch {found['name']}")
+    number_id = known[0]["id"]
+    groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=found["id"])]
+    shown = _choose_groups(groups)
+    episodes = _load_episodes(tx, found["id"], [group["id"] for group in shown])
+    borrowed = [group for group in shown if group["run_id"] != found["id"]]
+    if borrowed and known[0]["reward_set"] != "default":
+        _score_again(tx, known[0]["reward_set"], borrowed, episodes)
+    fates = _load_fates(tx, found["name"], number)
+    for group in shown:
+        group["flat"] = group["std_reward"] == 0
+        group["borrowed"] = group["run_id"] != found["id"]
+        group["episodes"] = [{**row, "fate": fates.get(row["id"])} for row in episodes.get(group["id"], ())]
+    return IterationDetails(
+        iteration=select_values(tx, IterationRow, "WHERE id = :id", id=number_id)[0],
+        updates=select_values(
+            tx, UpdateRow, "WHERE id IN (SELECT id FROM updates WHERE iteration_id = :id) ORDER BY minibatch", id=number_id
+        ),
+        groups=shown,
+        left_out=len(groups) - len(shown),
+    )
+
+
+_GROUP = """
+    SELECT g.id, {slot} AS slot, g.kind, t.key AS task, g.task_id, t.reference, g.status, {dropped} AS dropped, g.mean_reward,
+           g.std_reward, g.run_id, (SELECT count(*) FROM episodes e WHERE e.group_id = g.id) AS count"""
+_GROUPS = f"""
+    {_GROUP.format(slot="g.slot", dropped="g.dropped")}
+    FROM groups g JOIN tasks t ON t.id = g.task_id WHERE g.iteration_id = :iteration
+    UNION ALL
+    {_GROUP.format(slot="l.slot", dropped="l.dropped")}
+    FROM iteration_groups l JOIN groups g ON g.id = l.group_id JOIN tasks t ON t.id = g.task_id
+    WHERE l.iteration_id = :iteration
+    ORDER BY 2"""
+
+
+def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    shown: list[dict[str, Any]] = []
+    episodes = 0
+    for group in groups:
+        episodes += group.pop("count")
+        if shown and episodes > MAX_EPISODES:
+            break
+        shown.append(group)
+    return shown
+
+
+def _score_again(
+    tx: Any, reward_set: str, groups: Sequence[dict[str, Any]], episodes: Mapping[int, Sequence[dict[str, Any]]]
+) -> None:
+    """Gives groups, and their episodes, the rewards of the set that the run trains on in place of those of `default`."""
+    rows = [{**row, "run_id": group["run_id"]} for group in groups for row in episodes.get(group["id"], ())]
+    rewards = load_rewards_in(tx, rows, reward_set)
+    for group in groups:
+        mine = episodes.get(group["id"], ())
+        for row in mine:
+            row["reward"] = rewards[row["id"]]
+        known = [row["reward"] for row in mine if row["reward"] is not None and row["status"] == "done"]
+        group["mean_reward"], group["std_reward"] = mean_and_deviation(known)
+
+
+_ADVANTAGE = """
+    (SELECT c.advantage FROM consumptions c WHERE c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train')"""
+"""Not by a join: a Postgres without statistics would read all that the run consumed."""
+
+
+def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """Group -> its episodes; the advantage is that of the run whose iteration it is."""
+    query = f"""
+        SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
+               e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
+        FROM episodes e WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in select_rows(tx, query, run=run_id):
+        start, end = row["started_at"], row["finished_at"]
+        seconds = (end - start).total_seconds() if start and end else None
+        shown = {name: value for name, value in row.items() if name not in ("group_id", "started_at", "finished_at")}
+        found.setdefault(row["group_id"], []).append({**shown, "seconds": seconds})
+    return found
+
+
+def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:
+    query = "SELECT episode_id, fate FROM v_ledger WHERE run = :run AND iteration = :iteration"
+    return {row["episode_id"]: row["fate"] for row in select_rows(tx, query, run=run, iteration=number)}

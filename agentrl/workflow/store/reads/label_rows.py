@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
 
 NOTES_SHOWN = 200
 """The most notes, the newest ones."""
@@ -13,7 +13,10 @@ NOTES_SHOWN = 200
 @sql_read_transaction
 def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
     """Return number of a run -> its tags in their order; runs without tags are left out."""
-    return tags_of(tx, ids)
+    found: dict[int, list[str]] = {}
+    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
+        found.setdefault(row["run_id"], []).append(row["tag"])
+    return {run: sorted(tags) for run, tags in found.items()}
 
 
 @sql_read_transaction
@@ -23,8 +26,8 @@ def list_tags(tx: Any, run: str) -> list[str]:
     Raises:
         NotFoundError: there is no such run.
     """
-    number = run_row(tx, run, "id")["id"]
-    return tags_of(tx, [number]).get(number, [])
+    number = find_run(tx, run, "id")["id"]
+    return load_tags(tx, [number]).get(number, [])
 
 
 @sql_read_transaction
@@ -34,18 +37,10 @@ def list_notes(tx: Any, run: str) -> Sequence[Row]:
     Raises:
         NotFoundError: there is no such run.
     """
-    return notes_of(tx, run_row(tx, run, "id")["id"])
-
-
-def tags_of(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
-    """As load_tags, inside a transaction."""
-    found: dict[int, list[str]] = {}
-    for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
-        found.setdefault(row["run_id"], []).append(row["tag"])
-    return {run: sorted(tags) for run, tags in found.items()}
+    return notes_of(tx, find_run(tx, run, "id")["id"])
 
 
 def notes_of(tx: Any, run_id: int) -> Sequence[Row]:
-    """As list_notes, inside a transaction."""
+    """Return the newest notes on the run of that number, the newest first, inside a transaction."""
     query = "SELECT id, text, created_at FROM run_notes WHERE run_id = :id ORDER BY id DESC LIMIT :limit"
     return select_rows(tx, query, id=run_id, limit=NOTES_SHOWN)

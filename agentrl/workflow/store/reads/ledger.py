@@ -1,15 +1,15 @@
 """The ledger: the fate of every planned episode. `v_ledger` has one fate for each episode of each run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.episode_rows import load_episode
-from agentrl.workflow.store.reads.paging import ViewRow, select_values, storable_value
+from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
+from agentrl.workflow.tables.views import FateRow
 from agentrl.workflow.token_chains import EQUAL, reasons_not_to_train
 
 FATES = (
@@ -20,23 +20,6 @@ FATES = (
 
 WINDOW_EPISODES = 2500
 """About how many episodes are counted at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FateRow(ViewRow):
-    """The fate of a planned episode in a run."""
-
-    VIEW: ClassVar[str] = "v_ledger"
-    run: str
-    iteration: int
-    episode_id: int
-    task: str
-    slot: int
-    sample: int
-    advantage: float | None
-    dropped: str
-    skipped: str
-    fate: str
 
 
 @sql_read_transaction
@@ -117,10 +100,10 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     """The steps whose history several turns have, with the one that they go on from, and how many there are."""
     asked = f"""
-        SELECT number AS step, parent_step AS after, asked AS equal FROM steps WHERE episode_id = :id AND attempt = :attempt
+        SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
-    found = select_rows(tx, asked, ("equal",), id=episode["id"], attempt=episode["attempt"])
-    return [{**row, "equal": row["equal"].get(EQUAL)} for row in found]
+    found = select_rows(tx, asked, id=episode["id"], attempt=episode["attempt"])
+    return [{"step": row["step"], "after": row["after"], "equal": row["asked"].get(EQUAL)} for row in found]
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:

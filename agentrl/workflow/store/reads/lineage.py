@@ -6,7 +6,8 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import Paging
-from agentrl.workflow.store.reads.run_rows import RunFilter, RunRow, run_by_id, runs_page
+from agentrl.workflow.store.reads.run_rows import RunFilter, list_runs, run_by_id
+from agentrl.workflow.tables.views import RunRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
     themselves.
     """
     found: dict[int, Relative] = {}
-    wanted = list(runs_page(tx, RunFilter(), Paging(limit)).rows)
+    wanted = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
     while wanted:
         found |= {row.id: Relative(row, tuple(find_sources(tx, row.id))) for row in wanted}
         missing = {source.id for row in wanted for source in found[row.id].sources} - found.keys()
@@ -52,7 +53,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
     """Yield the runs that the run comes from, inside a transaction; each is older, so that a tree has an end."""
-    (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", ("config", "manifest"), id=run_id)
+    (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
         for number, what in find(tx, run):
@@ -115,7 +116,7 @@ def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
         (_GROUP_CHILDREN, _group_child_words),
         (_FORK_CHILDREN, _fork_child),
     ):
-        for row in select_rows(tx, query, ("fork",), id=run_id, limit=limit):
+        for row in select_rows(tx, query, id=run_id, limit=limit):
             found[row["id"]] = Child(row["id"], row["name"], row["kind"], words(row))
     return [found[each] for each in sorted(found)[:limit]]
 
@@ -132,7 +133,8 @@ _GROUP_CHILDREN = """
     JOIN runs r ON r.id = l.run_id WHERE g.run_id = :id AND r.id > :id
     GROUP BY r.id, r.name, r.kind ORDER BY r.id LIMIT :limit"""
 _FORK_CHILDREN = """
-    SELECT r.id, r.name, r.kind, r.manifest -> 'fork' AS fork FROM runs r
+    SELECT r.id, r.name, r.kind, r.manifest -> 'fork' ->> 'episode' AS episode, r.manifest -> 'fork' ->> 'step' AS step
+    FROM runs r
     JOIN episodes e ON e.id = CAST(r.manifest -> 'fork' ->> 'episode' AS BIGINT)
     WHERE r.kind = 'fork' AND r.id > :id AND e.run_id = :id ORDER BY r.id LIMIT :limit"""
 
@@ -146,4 +148,4 @@ def _group_child_words(row: Row) -> str:
 
 
 def _fork_child(row: Row) -> str:
-    return f"forks {_fork_words(row['fork'])}"
+    return f"forks {_fork_words(row)}"

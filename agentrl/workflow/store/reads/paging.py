@@ -10,11 +10,12 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2s
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.row_codecs import MAX_ID
+from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000
@@ -26,24 +27,6 @@ BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
 rows in their order until it met them."""
 TEXT_COLUMNS = ("run", "status")
 """What some list is sorted by that is no number."""
-
-
-class ViewRow(Mapping[str, Any]):
-    """A row of a view as a value: a frozen dataclass with a slot for each column, which is a mapping of them too."""
-
-    __slots__: tuple[str, ...] = ()
-    VIEW: ClassVar[str]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.__slots__:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.__slots__)
-
-    def __len__(self) -> int:
-        return len(self.__slots__)
 
 
 R = TypeVar("R", bound=ViewRow)
@@ -90,7 +73,7 @@ def iterate_rows(
 
 def select_values(tx: Any, kind: type[R], rest: str, /, **parameters: Any) -> list[R]:
     """Return the rows of the kind's view that `rest`, all that follows FROM VIEW, leaves."""
-    query = f"SELECT {', '.join(kind.__slots__)} FROM {kind.VIEW} {rest}"
+    query = f"SELECT {', '.join(kind.COLUMNS)} FROM {kind.VIEW} {rest}"
     return [kind(**row) for row in select_rows(tx, query, **parameters)]
 
 
@@ -135,8 +118,8 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
     order = f"id {way}" if column == "id" else f"{column} {way} NULLS LAST, id {way}"  # no index is in the order of the other
     page = f"{column} AS sorted_by FROM {table or kind.VIEW} {where} ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
     if not table:
-        return f"SELECT {', '.join(kind.__slots__)}, {page}"
-    shown = ", ".join(f"v.{name}" for name in kind.__slots__)
+        return f"SELECT {', '.join(kind.COLUMNS)}, {page}"
+    shown = ", ".join(f"v.{name}" for name in kind.COLUMNS)
     again = f"page.sorted_by {way} NULLS LAST, page.id {way}"
     return f"SELECT {shown}, sorted_by FROM (SELECT id, {page}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
 

@@ -1,27 +1,22 @@
 """Runs: pages of them, one by its name or number, and its progress."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.paging import (
-    BY_NUMBER,
-    FEW_BY_NUMBER,
     Page,
     Paging,
-    R,
-    ViewRow,
     choose_conditions,
     escape_like,
     select_page,
     select_values,
 )
 from agentrl.workflow.store.row_codecs import MAX_ID
-from agentrl.workflow.store.run_names import run_row
+from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
 
 RUN_ORDERS = {
@@ -29,35 +24,6 @@ RUN_ORDERS = {
     "seconds": "seconds",
 }  # fmt: skip
 """What the list may be sorted by -> the column."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunRow(ViewRow):
-    """A run: its task and its progress."""
-
-    VIEW: ClassVar[str] = "v_runs"
-    id: int
-    run: str
-    kind: str
-    status: str
-    reason: str
-    dataset: str
-    model: str
-    seed: int
-    epochs: int
-    iterations: int
-    iterations_done: int
-    policy_version: int | None
-    episodes_done: int
-    last_reward: float | None
-    eval_reward: float | None
-    best_reward: float | None
-    best_version: int | None
-    measures: str | None
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +59,8 @@ _CONDITIONS = {
 @sql_read_transaction
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
     """Run, the newest first, in one of RUN_ORDERS."""
-    return runs_page(tx, chosen or RunFilter(), paging or Paging())
-
-
-def runs_page(tx: Any, chosen: RunFilter, paging: Paging) -> Page[RunRow]:
-    """As list_runs, inside a transaction."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging, RUN_ORDERS, "-id")
+    conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS)
+    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
 
 
 @sql_read_transaction
@@ -163,8 +124,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
     )
     for run in runs:
-        stored = json.loads(run["config"]) if isinstance(run["config"], str) else run["config"]
-        if all(_at(stored, key) == _at(config, key) for key in SAME_WORK):
+        if all(_at(run["config"], key) == _at(config, key) for key in SAME_WORK):
             query = "SELECT seconds FROM v_iterations WHERE run = :run AND status = 'done' ORDER BY iteration DESC LIMIT 20"
             seconds = [float(row["seconds"]) for row in select_rows(tx, query, run=run["name"]) if row["seconds"] is not None]
             if seconds:
@@ -272,26 +232,5 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
 
 def run_id_and_name(tx: Any, run: str) -> Row:
-    """Id and name of a run. Raises as `run_row`."""
-    return run_row(tx, run, "id, name")
-
-
-class OfEpisode(Protocol):
-    """A filter of what episodes consist of."""
-
-    @property
-    def run(self) -> str | None:
-        """The run's name or number; None for all."""
-
-    @property
-    def episode(self) -> int | None:
-        """The episode's number; None for all."""
-
-
-def select_parts_page(tx: Any, kind: type[R], chosen: OfEpisode, known: Mapping[str, str], paging: Paging | None) -> Page[R]:
-    """Return a page of what episodes consist of, in order of their numbers; `known` as in `choose_conditions`."""
-    conditions, values = choose_conditions(chosen, known)
-    if chosen.run is not None:
-        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
-    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
-    return select_page(tx, kind, conditions, values, paging or Paging(), orders, "id")
+    """Id and name of a run. Raises as `find_run`."""
+    return find_run(tx, run, "id, name")

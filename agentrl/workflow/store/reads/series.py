@@ -7,43 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.agent_attempt_rows import AgentAttemptRow
-from agentrl.workflow.store.reads.annotation_rows import AnnotationRow
-from agentrl.workflow.store.reads.call_rows import CallRow
-from agentrl.workflow.store.reads.episode_rows import EpisodeRow
-from agentrl.workflow.store.reads.eval_results import EvalRow
-from agentrl.workflow.store.reads.group_rows import GroupRow
-from agentrl.workflow.store.reads.iteration_rows import IterationRow, UpdateRow
-from agentrl.workflow.store.reads.ledger import FateRow
-from agentrl.workflow.store.reads.paging import ViewRow, cursor_error, decode_cursor, encode_cursor, is_id
-from agentrl.workflow.store.reads.resource_rows import CriticCallRow, ResourceRow
-from agentrl.workflow.store.reads.reward_rows import RewardRow
-from agentrl.workflow.store.reads.run_rows import RunRow, run_id_and_name
-from agentrl.workflow.store.reads.step_rows import StepRow
-from agentrl.workflow.tables.descriptions import VIEWS, column_meaning
+from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, is_id
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.tables.views import VIEWS
 
 WINDOW_ROWS = 5000
 """The most rows of one window."""
 
-ROWS: Mapping[str, type[ViewRow]] = {
-    kind.VIEW: kind
-    for kind in (
-        *(RunRow, EvalRow, IterationRow, GroupRow, EpisodeRow, StepRow, CallRow, AgentAttemptRow, AnnotationRow),
-        *(ResourceRow, CriticCallRow, RewardRow, UpdateRow, FateRow),
-    )
-}
-"""View -> its rows as values, whose fields say which columns are numbers."""
-OTHER_COLUMNS = {
-    "v_tool_sessions": (
-        *("run", "iteration", "episode_id", "attempt", "tool", "owner", "builds", "differs", "tainted", "created_at"),
-    ),
-    "v_episode_resources": ("run", "episode_id", "name", "version", "role", "status", "reward"),
-}
-"""The columns of views without numbered rows."""
 WINDOWS = {
     "v_iterations": "iterations WHERE run_id = :id",
     "v_groups": "groups WHERE run_id = :id",
@@ -72,19 +46,14 @@ def list_views() -> list[dict[str, Any]]:
     return [
         {
             "view": view,
-            "meaning": meaning,
+            "meaning": kind.meaning(),
             "columns": [
-                {"column": column, "meaning": column_meaning(view, column), "chartable": column in _numbers(view)}
-                for column in view_columns(view)
+                {"column": name, "meaning": column.meaning, "chartable": name in _numbers(view)}
+                for name, column in kind.COLUMNS.items()
             ],
         }
-        for view, meaning in VIEWS.items()
+        for view, kind in VIEWS.items()
     ]
-
-
-def view_columns(view: str) -> tuple[str, ...]:
-    """Return the view's columns in their order."""
-    return tuple(ROWS[view].__slots__) if view in ROWS else OTHER_COLUMNS[view]
 
 
 @cache
@@ -92,9 +61,9 @@ def _numbers(view: str) -> tuple[str, ...]:
     """The columns of a view that are numbers, but for those that name rows."""
     if view not in WINDOWS:
         return ()
-    hints = get_type_hints(ROWS[view])
+    hints = VIEWS[view].types()
     named = {"id", "iteration", *(name for name in hints if name.endswith("_id"))}
-    return tuple(name for name in view_columns(view) if name not in named and _is_number(hints[name]))
+    return tuple(name for name, hint in hints.items() if name not in named and _is_number(hint))
 
 
 def _is_number(hint: Any) -> bool:

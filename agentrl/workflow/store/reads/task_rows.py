@@ -1,7 +1,8 @@
 """The tasks of a run over its iterations: how they went, when each was solved, its best and its worst episode.
 
 A group is solved where its best episode is right: where the parts of the reward that decide it are at their full value, as in
-an evaluation (`stats.evaluation.is_right`); where no part decides, where the reward is 1 or more.
+an evaluation (`stats.evaluation.is_right`); where no part decides, where the reward is 1 or more. By the same rule the episodes
+of all runs say how often each task was solved.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -162,7 +163,7 @@ def load_rule(tx: Any, run_id: int) -> _Rule:
         LEFT JOIN reward_sets theirs ON theirs.name = r.reward_set AND theirs.run_id =
           (SELECT g.run_id FROM run_groups l JOIN groups g ON g.id = l.group_id WHERE l.run_id = r.id ORDER BY g.id LIMIT 1)
         WHERE r.id = :id"""
-    row = select_rows(tx, query, ("weights", "manifest"), id=run_id)[0]
+    row = select_rows(tx, query, id=run_id)[0]
     told: Mapping[str, Any] = row["manifest"].get("right_by", {})
     own = row["weights"] or {}
     return _Rule(row["reward_set"], told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
@@ -235,7 +236,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     """
     found = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
-    tasks = select_rows(tx, query, ("messages", "metadata"), task=storable_value(task))
+    tasks = select_rows(tx, query, task=storable_value(task))
     role = select_rows(
         tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=found["id"], task=storable_value(task)
     )
@@ -263,3 +264,73 @@ def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[
     for row in select_rows(tx, query):
         found.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedCount:
+    """Done episodes of a task, and how many of them are right."""
+
+    episodes: int = 0
+    right: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share that is right."""
+        return self.right / self.episodes
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroups:
+    """Groups of a run: how many have done episodes, and in how many of these all rewards are equal."""
+
+    groups: int
+    equal: int
+
+
+@sql_read_transaction
+def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
+    """Return content hash of a task -> its done episodes, of one run or of all; forks, whose prompts were edited, are left out.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    chosen = "AND r.id = :id" if run else ""
+    asked = {"id": run_id_and_name(tx, run)["id"]} if run else {}
+    query = f"SELECT r.id FROM runs r WHERE r.kind IN ('train', 'eval', 'search') {chosen} ORDER BY r.id"
+    found: dict[str, SolvedCount] = {}
+    for row in select_rows(tx, query, **asked):
+        _add_run(tx, row["id"], found)
+    return found
+
+
+def _add_run(tx: Any, run_id: int, found: dict[str, SolvedCount]) -> None:
+    rule = load_rule(tx, run_id)
+    parts: dict[int, dict[str, float]] = {}
+    query = """
+        SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w
+        JOIN reward_sets s ON s.id = w.reward_set_id AND s.run_id = :id AND s.name = 'default'
+        GROUP BY w.episode_id, w.part"""
+    for row in select_rows(tx, query, id=run_id):
+        parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
+    query = """
+        SELECT e.id, e.reward, t.content_hash FROM episodes e JOIN tasks t ON t.id = e.task_id
+        WHERE e.run_id = :id AND e.status = 'done' AND e.reward IS NOT NULL"""
+    for row in select_rows(tx, query, id=run_id):
+        right = rule.judge(row["reward"], parts.get(row["id"], {}))
+        before = found.get(row["content_hash"], SolvedCount())
+        found[row["content_hash"]] = SolvedCount(before.episodes + 1, before.right + right)
+
+
+@sql_read_transaction
+def count_equal_groups(tx: Any, run: str) -> SampledGroups:
+    """Return how many groups of the run have done episodes, and how many of these have one reward in all of them.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
+    query = """
+        SELECT count(*) AS groups, coalesce(sum(CASE WHEN low = high THEN 1 ELSE 0 END), 0) AS equal FROM
+          (SELECT min(reward) AS low, max(reward) AS high FROM episodes
+           WHERE run_id = :id AND status = 'done' AND reward IS NOT NULL GROUP BY group_id) ends"""
+    (row,) = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return SampledGroups(row["groups"], row["equal"])

@@ -1,13 +1,19 @@
-"""The turns of an episode for the page: some steps with their messages, sampled text and calls.
+"""The turns of an episode for the page: some steps with their messages, sampled text, calls and tokens; one full text.
 
-Texts are cut where they are read; beside each, in NAME_chars, is how many characters it has.
+Texts are cut where they are read; beside each, in NAME_chars, is how many characters it has. A cut text is listed with the path
+by which `load_text` reads all of it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
-from agentrl.workflow.store.reads.episode_shape import in_parts
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
+from agentrl.workflow.store.row_codecs import unpack
+from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
@@ -36,7 +42,7 @@ def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
     """
     found: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
-        found += select_rows(tx, _STEPS.format(ids=among(some)), ("prompt", "asked"))
+        found += select_rows(tx, _STEPS.format(ids=among(some)))
     rows = [{**row, "equal": _equal(row["asked"])} for row in found]
     return sorted(rows, key=lambda row: row["step"])
 
@@ -45,10 +51,12 @@ def _equal(asked: Any) -> int | None:
     return asked.get(EQUAL) if isinstance(asked, dict) else None
 
 
-_CALL_COLUMNS = f"""
-    c.id, c.step_id, c.step, c.call, c.tool, c.kind, c.arguments, c.loose, c.status, {cut_column("c.result")}, c.error_class,
-    c.starts, c.sends AS attempts, c.seconds, c.cpu_seconds, c.sandbox, c.exit_status, c.exit_code, c.worker, c.created_at,
-    c.started_at, c.finished_at"""
+CALL_FIELDS = tuple(name for name in CallRow.COLUMNS if name not in ("run", "iteration", "episode_id", "effects"))
+"""The columns of a call that a page shows: those of `v_tool_calls` but for what its episode says."""
+_READ_OTHERWISE = {"result": cut_column("c.result"), "queue_seconds": ""}
+_CALL_COLUMNS = "c.step_id, " + ", ".join(
+    column for name in CALL_FIELDS if (column := _READ_OTHERWISE.get(name, f"{CallRow.COLUMNS[name].sql} AS {name}"))
+)
 
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
@@ -89,14 +97,126 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
     return found
 
 
+ANNOTATION_FIELDS = tuple(name for name in AnnotationRow.COLUMNS if name not in ("run", "iteration", "episode_id", "attempt"))
+"""The columns of an annotation that a page shows: those of `v_annotations` but for what its episode says."""
+
+
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], most: int) -> tuple[list[Row], int]:
     """Return what was said of these steps, or, where there are none, of the episode; and how much of it was too much."""
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
-    query = f"""
-        SELECT a.id, a.step, a.source, a.kind, a.name, a.data, a.seconds, a.created_at {of_it} ORDER BY a.id LIMIT {most + 1}"""
-    found = select_rows(tx, query, ("data",), id=episode, attempt=attempt)
+    query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {most + 1}"
+    found = select_rows(tx, query, id=episode, attempt=attempt)
     if len(found) <= most:
         return found, 0
     (count,) = select_rows(tx, f"SELECT count(*) AS n {of_it}", id=episode, attempt=attempt)
     return found[:most], count["n"] - most
+
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step, packed: what its prompt added, what it sampled, and the logprobs of that."""
+
+    prompt_ids: bytes
+    sampled_ids: bytes
+    logprobs: bytes
+
+
+def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
+    """Return number of a step's row -> its tokens."""
+    found: dict[int, StepTokens] = {}
+    for some in in_parts(steps):
+        query = f"""
+            SELECT step_id, prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens WHERE step_id IN ({among(some)})"""
+        for row in select_rows(tx, query):
+            kept = (bytes(row[name]) for name in ("prompt_ids", "sampled_ids", "behavior_logprobs"))
+            found[row["step_id"]] = StepTokens(*kept)
+    return found
+
+
+def unpack_ids(packed: bytes, first: int, last: int) -> list[int]:
+    """Return the ids from `first` to before `last` of packed ones."""
+    return unpack("i", packed[first * TOKEN_BYTES : last * TOKEN_BYTES])
+
+
+MAX_PATH = 200
+"""The most characters of a path."""
+_OF_STEPS = ("thought", "content", "text", "new_row")
+_OF_AGENTS = ("error", "output", "answer")
+_OF_EPISODES = ("final_answer", "error")
+_OF_MESSAGES = ("content", "thought", "tool_calls")
+
+
+def load_text(tx: Any, episode: int, path: str) -> str:
+    """Return the full text; other values as JSON.
+
+    Raises:
+        NotFoundError: there is no such episode, or it has no such text.
+    """
+    shape = load_shape(tx, episode)
+    found = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
+    if found is None:
+        raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
+    match path:
+        case ["episode", name] if name in _OF_EPISODES:
+            return _column(tx, f"SELECT {name} AS found FROM episodes WHERE id = :id", id=shape.id)
+        case ["task", "reference"]:
+            return _column(tx, "SELECT reference AS found FROM tasks WHERE id = :id", id=shape.task_id)
+        case ["task", "messages", place, name] if name in _OF_MESSAGES:
+            found = select_rows(tx, "SELECT messages FROM tasks WHERE id = :id", id=shape.task_id)
+            return _of_message(found[0]["messages"], place, name)
+        case ["agent", name] if name in _OF_AGENTS:
+            query = f"""
+                SELECT {name} AS found FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt
+                ORDER BY id DESC LIMIT 1"""
+            return _column(tx, query, id=shape.id, attempt=shape.attempt)
+        case ["steps", step, name] if name in _OF_STEPS:
+            return _column(tx, f"SELECT {name} AS found FROM steps WHERE id = :id", id=_step_id(shape, step))
+        case ["steps", step, "messages", place, name] if name in _OF_MESSAGES:
+            found = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", id=_step_id(shape, step))
+            return _of_message(found[0]["prompt"], place, name) if found else None
+        case ["calls", call, name] if name in ("arguments", "result"):
+            return _of_call(tx, shape, _number(call), name)
+        case ["annotations", said, "data"]:
+            query = "SELECT data FROM annotations WHERE id = :said AND episode_id = :id"
+            found = select_rows(tx, query, said=_number(said), id=shape.id)
+            return found[0]["data"] if found else None
+    return None
+
+
+def _column(tx: Any, query: str, **parameters: Any) -> str | None:
+    found = select_rows(tx, query, **parameters)
+    return found[0]["found"] if found else None
+
+
+def _number(word: str) -> int:
+    """The number, or -1, which no row and no place has."""
+    return int(word) if len(word) <= 18 and word.isascii() and word.isdigit() else -1
+
+
+def _step_id(shape: EpisodeShape, step: str) -> int:
+    return next(iter(shape.step_ids([_number(step)])), -1)
+
+
+def _of_message(messages: Any, place: str, name: str) -> Any:
+    number = _number(place)
+    if not isinstance(messages, list) or not 0 <= number < len(messages) or not isinstance(messages[number], dict):
+        return None
+    found = messages[number].get(name)
+    return found if found is None or name == "tool_calls" else str(found)
+
+
+def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
+    """Of a call of the episode's own, or of a step that it has from its parent."""
+    query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
+    found = select_rows(tx, query, id=call)
+    if not found or (found[0]["episode_id"] != shape.id and found[0]["step_id"] not in {row["id"] for row in shape.rows}):
+        return None
+    return found[0][name]

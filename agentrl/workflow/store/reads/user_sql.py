@@ -27,7 +27,7 @@ from agentrl.workflow.sql.readonly import (
     read_sqlite,
     translate_sqlite_errors,
 )
-from agentrl.workflow.store.driver_reader import sqlite_path
+from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS, sqlite_path
 from agentrl.workflow.store.row_codecs import unpack
 from agentrl.workflow.tables.views import VIEWS
 
@@ -69,31 +69,20 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
         else:
             columns, rows = _ask_process(file, sql, limit, seconds)
     except ConfigError as error:
-        raise ConfigError(error.message, _nearest_name_hint(settings, sql, error.message) or error.hint) from error
+        raise ConfigError(error.message, _nearest_name_hint(sql, error.message) or error.hint) from error
     return _number_duplicates(columns), rows
 
 
-def _nearest_name_hint(settings: Settings, sql: str, message: str) -> str:
+def _nearest_name_hint(sql: str, message: str) -> str:
     """The view, or the column of the query's views, that a name was meant for; empty where nothing is like it."""
     unknown = _UNKNOWN_NAME.search(message)
     if unknown is None:
         return ""
     kind, name = (part for part in unknown.groups() if part)
-    known = _find_columns(settings, sql) if kind == "column" else set(VIEWS)
+    words = set(re.findall(r"\w+", sql.lower()))
+    known = {column for view in words & VIEWS.keys() for column in VIEWS[view].COLUMNS} if kind == "column" else set(VIEWS)
     hint = did_you_mean(name.rpartition(".")[2][:100], known)
     return hint if hint.startswith("Did") else ""
-
-
-def _find_columns(settings: Settings, sql: str) -> set[str]:
-    """Those of the views that the query names."""
-    words = set(re.findall(r"\w+", sql.lower()))
-    return {column for view in VIEWS if view in words for column in list_columns(settings, view)}
-
-
-def list_columns(settings: Settings, view: str) -> list[str]:
-    """Return the names of the view's columns."""
-    file, query = sqlite_file(settings), f"SELECT * FROM {view}"
-    return (_query_postgres(settings, query, 0, 5.0) if file is None else _query_sqlite(file, query, 0, 5.0))[0]
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
@@ -181,8 +170,6 @@ def reader_url(settings: Settings) -> "URL":
 
 def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[tuple[Any, ...]]":
     import psycopg
-
-    from agentrl.workflow.store.connect import PLANNER_SETTINGS
 
     url = reader_url(settings)
     chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNER_SETTINGS}

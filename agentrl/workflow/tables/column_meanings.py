@@ -1,29 +1,8 @@
-"""The meanings of the views and their columns, as `agentrl sql --schema` shows them. A column name means the same in every
-view, except for those in VIEW_MEANINGS.
-"""
+"""The meanings of the views' columns by name. A name means the same in every view, unless the view says otherwise."""
 
 from collections.abc import Mapping
 
-VIEWS: Mapping[str, str] = {
-    "v_runs": "a run: what it trains or measures, and its progress",
-    "v_evals": "an evaluation of a policy on tasks",
-    "v_iterations": "an iteration of a run: its rollouts and its update",
-    "v_groups": "the episodes of one task in one iteration, which share a baseline",
-    "v_episodes": "one attempt at one task",
-    "v_steps": "one turn of the policy in an episode",
-    "v_tool_calls": "one call of a tool, or of an episode's judge",
-    "v_tool_sessions": "an interpreter that an episode's calls share",
-    "v_agent_attempts": "an attempt of an agent from outside at an episode",
-    "v_annotations": "what an agent, a tool or a hook said of an episode",
-    "v_resources": "a version of a prompt or another text that a run works with",
-    "v_episode_resources": "which versions of its run's texts an episode worked with",
-    "v_critic_calls": "what a search asked its critic, and was answered",
-    "v_rewards": "a part of an episode's reward, in one reward set",
-    "v_updates": "an optimizer step",
-    "v_ledger": "what became of each planned episode, in each run",
-}
-
-COLUMNS: Mapping[str, str] = {
+MEANINGS: Mapping[str, str] = {
     "accuracy": "share of episodes that are correct",
     "advantage": "the episode's credit in the update; NULL: not trained on",
     "answer": "what the agent gave as its answer; NULL: nothing",
@@ -168,29 +147,3 @@ COLUMNS: Mapping[str, str] = {
     "weight": "weight of the part in the scalar reward",
     "worker": "the worker that did it: host:pid",
 }
-
-VIEW_MEANINGS: Mapping[str, Mapping[str, str]] = {
-    "v_agent_attempts": {
-        "attempts": "how often the job was sent",
-        "exit_code": "exit code of the agent's process; negative: a signal",
-        "status": "pending, running, ended, lost",
-    },
-    "v_annotations": {
-        "kind": "reward, message, object, exception, operation, ...",
-        "seconds": "how long the operation took; NULL: it is none",
-        "step": "the newest turn when it was said, or the one it names",
-    },
-    "v_critic_calls": {"answer": "what it answered", "model": "the critic's model", "seconds": "how long it took"},
-    "v_resources": {"text": "the text itself"},
-    "v_tool_calls": {
-        "kind": "call: run by a tool; grade: by a judge; agent: by the agent",
-        "status": "pending, started, done, unknown_outcome, unobserved",
-    },
-    "v_updates": {"loss": "the loss of this step", "tokens": "tokens that trained"},
-    "v_rewards": {"step": "the turn that earned the reward; NULL: the whole episode"},
-}
-
-
-def column_meaning(view: str, column: str) -> str:
-    """Return the meaning of a view's column; empty if it has none."""
-    return VIEW_MEANINGS.get(view, {}).get(column, COLUMNS.get(column, ""))
