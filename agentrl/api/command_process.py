@@ -1,14 +1,17 @@
 """Commands that the Python API runs in a process of the command line, so that there is one way to train.
 
-What a command remarks is printed here as it comes; what it refuses is raised as the error that it was there.
+The remarks of a command are printed here as they come. An error of a command is raised here as the same error.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
+from agentrl.api.run import Run
 from agentrl.api.store_location import COMMAND, StoreLocation
 from agentrl.workflow.errors import AgentRLError
 
@@ -64,24 +67,38 @@ def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
         yield from _kinds(each)
 
 
-def follow(place: StoreLocation, run: str) -> Iterator[str]:
-    """Yield the lines of `agentrl watch` until the run ends or stops."""
-    environment = place.environment(PYTHONUNBUFFERED="1")
+def follow(place: StoreLocation, run: Run) -> None:
+    """Print the lines of `agentrl watch` until the run ends or stops. A notebook also draws the growing curve."""
     child = subprocess.Popen(
-        [*COMMAND, "watch", run],
+        [*COMMAND, "watch", run.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=environment,
+        env=place.environment(PYTHONUNBUFFERED="1"),
         start_new_session=True,
     )
-    with child:
+    with child, _growing_curve(run) as draw:
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                yield line.rstrip("\n")
+                print(line.rstrip("\n"), flush=True)
+                draw()
         finally:
             child.terminate()
+
+
+@contextmanager
+def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
+    """Show the curve of the run in a notebook; yield what draws it again."""
+    shell = sys.modules.get("IPython")
+    if shell is None or not hasattr(shell.get_ipython(), "kernel"):
+        yield lambda: None
+        return
+    shown = import_module("IPython.display").display(run.curve(), display_id=True)
+    try:
+        yield lambda: shown.update(run.curve())
+    finally:
+        shown.update(run.curve())

@@ -4,8 +4,6 @@ The policy, the endpoint and the recorder are those of a run; the rows are gone 
 """
 
 import asyncio
-import os
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +11,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable
+from itertools import count
 from types import TracebackType
 from typing import Any
 
-from agentrl.api.by_hand import RolloutWorker, judged
+from agentrl.api.loop import RolloutWorker, reward_parts
+from agentrl.api.threaded_stack import changed_environment, endpoint_thread
 from agentrl.workers.jobs import sampling_server
 from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.jobs.served_episodes import ServedEpisodes
 from agentrl.workers.requests.serve_request import serve_config, serve_submission
-from agentrl.workers.serving.endpoint import make_server, serve
-from agentrl.workers.serving.endpoint_app import Endpoint
-from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.policy_server import open_run, unrecorded_database
-from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
+from agentrl.workers.stack.listening import LOOPBACK
 from agentrl.workers.stack.process import base_hashes, claim_name
 from agentrl.workflow.agents import LLM, AgentResult, AgentTask, read_result
 from agentrl.workflow.agents.classes import as_function
@@ -44,7 +41,7 @@ from agentrl.workflow.resources import Prompt
 from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.shown_text import cell, clean
-from agentrl.workflow.store import endpoint_reads, train_commits
+from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.trajectory import Episode, Task
@@ -102,8 +99,13 @@ class Trial:
         return ended
 
     def _loop(self, policy: OpenPolicy) -> Callable[[Task], Episode]:
-        worker = RolloutWorker(policy, self.env, {name: reward for name, (reward, _) in self.rewards.items()})
-        return worker.run_episode
+        worker, numbers = RolloutWorker(policy, self.env), count(1)
+
+        def play(task: Task) -> Episode:
+            episode = worker.sample_episode(task, next(numbers))
+            return self._score(episode, AgentResult()) if task.reference or self.rewards else episode
+
+        return play
 
     @contextmanager
     def _agent_player(self, policy: OpenPolicy) -> Iterator[Callable[[Task], Episode]]:
@@ -116,7 +118,7 @@ class Trial:
             episodes = ServedEpisodes(db, run, Experiment(config), policy, server)
             episodes.start()
             try:
-                with _endpoint(db) as url:
+                with endpoint_thread(db) as url:
                     yield partial(self._act, db, episodes, f"{url}/v1", run.name)
             finally:
                 episodes.close()
@@ -124,13 +126,14 @@ class Trial:
     def _act(self, db: Database, episodes: ServedEpisodes, url: str, model: str, task: Task) -> Episode:
         """The agent at the task, in this thread."""
         opened = episodes.open(task.key).result()
+        llm = LLM(url, opened.key, model)
         for hook in self.hooks:
             hook.on_rollout_start(Episode(task, id=opened.id))
         result, failed = AgentResult(), False
-        with _environment(LLM(url, opened.key, model), opened.emit_key):
+        with changed_environment(_agent_variables(llm, opened.emit_key)):
             try:
                 seen = _as_agents_see(task, self.config.resources)
-                result = read_result(_called(as_function(self.agent), seen, LLM(url, opened.key, model)))
+                result = read_result(_called(as_function(self.agent), seen, llm))
             except Exception as error:  # noqa: BLE001 - a person's agent, whose error is shown
                 _print("".join(traceback.format_exception(error.with_traceback(_from_agent(error)))))
                 failed = True
@@ -139,22 +142,23 @@ class Trial:
         ended = replace(found, task=task, stop_reason="agent_error" if failed else found.stop_reason)
         if not ended.steps:
             _print("The agent did not call the model. Pass llm.base_url, llm.api_key and llm.model to its client.")
-        return self._scored(ended, result)
+        return self._score(ended, result)
 
-    def _scored(self, ended: Episode, result: AgentResult) -> Episode:
-        parts: dict[str, Part] = {} if not ended.task.reference and self.env.rewards else self._env_parts(ended)
+    def _score(self, episode: Episode, result: AgentResult) -> Episode:
+        """The rewards that a run would give, without those of hooks."""
+        parts: dict[str, Part] = {}
+        if episode.task.reference or not self.env.rewards:
+            parts = score_episode(self.env, episode, self.env.rewards)
         weights = dict.fromkeys(self.env.rewards, 0.0) if self.rewards else dict(self.env.rewards)
-        for name, (reward, weight) in self.rewards.items():
-            parts[name], weights[name] = part_of(numbers(judged(reward, name, ended)), len(ended.steps), name), weight
+        parts |= reward_parts({name: reward for name, (reward, _) in self.rewards.items()}, episode)
+        weights |= {name: weight for name, (_, weight) in self.rewards.items()}
         rewarded = bool(weights) or gives_rewards(self.env)
-        for name, value in {**rewards_of(ended.annotations, len(ended.steps)), **(result.rewards or {})}.items():
+        returned = {**rewards_of(episode.annotations, len(episode.steps)), **(result.rewards or {})}
+        for name, value in returned.items():
             if name in parts:
                 raise RewardError(f"The agent returned a reward called {name!r}, which is the name of a reward of the run.")
-            parts[name], weights[name] = part_of(numbers(value), len(ended.steps), name), 0.0 if rewarded else 1.0
-        return assign_rewards(ended, parts, weights)
-
-    def _env_parts(self, ended: Episode) -> dict[str, Part]:
-        return score_episode(self.env, ended, self.env.rewards)
+            parts[name], weights[name] = part_of(numbers(value), len(episode.steps), name), 0.0 if rewarded else 1.0
+        return assign_rewards(episode, parts, weights)
 
 
 def try_agent(
@@ -204,21 +208,10 @@ def _as_agents_see(task: Task, texts: Mapping[str, str]) -> AgentTask:
     return AgentTask(task.key, messages, dict(task.metadata), None, True, {name: Prompt(text) for name, text in texts.items()})
 
 
-@contextmanager
-def _environment(llm: LLM, emit_key: str) -> Iterator[None]:
-    """The environment that an agent's own process has of its model, for as long as it is called."""
-    told = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
-    told |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
+    """The environment variables that a process of an agent has."""
+    model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+    return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 
 
 @Once
@@ -234,21 +227,6 @@ def _answering(db: Database) -> Iterator[SamplingServer]:
         yield _sampling()
     finally:
         _databases.remove(db)
-
-
-@contextmanager
-def _endpoint(db: Database) -> Iterator[str]:
-    """The URL of an endpoint over these rows, in a thread of its own."""
-    app = Endpoint(Places(partial(endpoint_reads.find_places, db)))
-    server, listening = make_server(app), bind(LOOPBACK, 0)
-    thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)), name="endpoint", daemon=True)
-    thread.start()
-    try:
-        yield url_of(listening)
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
 
 
 def _print(text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from agentrl.api import command_process, dataset_input, importable
-from agentrl.api.in_memory_model import GRPO
+from agentrl.api.algorithms import GRPO, keys_of_algorithm
 from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
 from agentrl.api.run_options import RunOptions
@@ -24,7 +24,6 @@ from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
 
 if TYPE_CHECKING:
-    from agentrl.api.progress_display import Live
     from agentrl.workflow.trajectory import Episode
 
 Strategy = Literal["threads", "processes", "cluster"]
@@ -88,10 +87,8 @@ class Trainer:
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
         self._keys = keys_of_file(config)
-        if isinstance(algorithm, type) and issubclass(algorithm, GRPO):
-            algorithm = algorithm()
-        if isinstance(algorithm, GRPO):
-            self._keys |= algorithm.keys(self._place.settings)
+        if isinstance(algorithm, GRPO) or (isinstance(algorithm, type) and issubclass(algorithm, GRPO)):
+            self._keys |= keys_of_algorithm(algorithm, self._place.settings.models_dir)
             self._algorithm = None
         self._keys |= keys_of(options)
         if isinstance(agent, Mapping):
@@ -266,11 +263,8 @@ class Trainer:
         return name
 
     def _follow(self, run: Run) -> Run:
-        from agentrl.api.progress_display import Live
-
         try:
-            with Live(run) as live:
-                self._show(run, live)
+            command_process.follow(self._place, run)
         except KeyboardInterrupt:
             command_process.ask(self._place, "pause", run.name, "--json", quiet=True)
             print(f"{run.name} is paused, and nothing is lost. Continue: {self._attaching(run)}", file=sys.stderr)
@@ -285,10 +279,6 @@ class Trainer:
 
     def _attaching(self, run: Run) -> str:
         return f"Trainer.attach({run.name!r}{', strategy=' + repr('threads') if self._is_threaded else ''}).fit()"
-
-    def _show(self, run: Run, live: "Live") -> None:
-        for line in command_process.follow(self._place, run.name):
-            live.show(line)
 
     def _strategy_variables(self, n_runners: int | None) -> dict[str, str]:
         broker = self._place.settings.broker_url

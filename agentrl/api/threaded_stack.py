@@ -36,6 +36,7 @@ from agentrl.workflow.models.lookup import check_base
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads, endpoint_reads, leases, planning
+from agentrl.workflow.store.connect import Database
 
 IN_MEMORY = {"AGENTRL_BROKER_URL": "", "AGENTRL_REDIS_SERVER": "none"}
 READY_SECONDS = 60.0
@@ -60,11 +61,11 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
         )
     with ExitStack() as stack:
         stack.callback(_busy.release)
-        stack.enter_context(_environment({**place.variables, **IN_MEMORY, **variables}))
+        stack.enter_context(_settings_of({**place.variables, **IN_MEMORY, **variables}))
         use_broker(settings())
         stack.enter_context(_control())
         stack.callback(models.close)
-        stack.enter_context(_endpoint())
+        stack.enter_context(_published_endpoint())
         stack.enter_context(_workers())
         yield
 
@@ -109,19 +110,28 @@ def _refuse_overlap(config: RunConfig) -> None:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What this process has one of is that of these variables, and afterwards what it was."""
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process until the `with` ends."""
     before = {name: os.environ.get(name) for name in variables}
-    interval = sys.getswitchinterval()
-    process.forget()
     os.environ.update(variables)
-    sys.setswitchinterval(worker.SWITCH_SECONDS)
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
+    """Settings, database and switch interval of this process are those of a worker with these variables."""
+    interval = sys.getswitchinterval()
+    process.forget()
+    try:
+        with changed_environment(variables):
+            sys.setswitchinterval(worker.SWITCH_SECONDS)
+            yield
+    finally:
+        sys.setswitchinterval(interval)
         process.forget()
 
 
@@ -189,29 +199,43 @@ def _thread(name: str, work: Callable[[], Any]) -> threading.Thread:
 
 
 @contextmanager
-def _endpoint() -> Iterator[None]:
-    """The endpoint that agents call, in a thread of its own, and its URL in the rows."""
-    where, db, listening = settings(), process.database(), bind(LOOPBACK, 0)
-    app = Endpoint(
-        Places(partial(endpoint_reads.find_places, db)),
-        Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds),
-    )
+def endpoint_thread(db: Database, lease_seconds: float | None = None) -> Iterator[str]:
+    """Serve the endpoint that agents call in a thread of its own, and yield its URL.
+
+    Args:
+        lease_seconds: publish the URL in the rows with this lease; None: do not publish it.
+    """
+    where, listening = settings(), bind(LOOPBACK, 0)
+    places = Places(partial(endpoint_reads.find_places, db))
+    app = Endpoint(places, Limits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds))
     server, url = make_server(app), url_of(listening)
 
     async def run() -> None:
-        publishing = asyncio.create_task(publish(db, url, where.lease_seconds))
+        publishing = asyncio.create_task(publish(db, url, lease_seconds)) if lease_seconds else None
         try:
             await serve(app, listening, server)
         finally:
-            publishing.cancel()
+            if publishing:
+                publishing.cancel()
 
-    leases.publish_service(db, endpoint_reads.ENDPOINT, url, where.lease_seconds)
     thread = _thread("endpoint", lambda: asyncio.run(run()))
     try:
-        yield
+        yield url
     finally:
         server.should_exit = True
         thread.join(STOP_SECONDS)
         listening.close()
-        with suppress(ServiceError):
-            leases.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)
+
+
+@contextmanager
+def _published_endpoint() -> Iterator[None]:
+    db, lease = process.database(), settings().lease_seconds
+    with ExitStack() as stack:
+        url = stack.enter_context(endpoint_thread(db, lease))
+        leases.publish_service(db, endpoint_reads.ENDPOINT, url, lease)
+        try:
+            yield
+        finally:
+            stack.close()  # first, because its thread publishes
+            with suppress(ServiceError):
+                leases.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)
