@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from agentrl.api import command_process, dataset_input, importable
+from agentrl.api import command_process, dataset_input, notebook_source
 from agentrl.api.algorithms import GRPO, keys_of_algorithm
 from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
@@ -223,8 +223,8 @@ class Trainer:
 
     def _path(self, value: Any, name: str) -> str:
         if self._is_threaded:
-            return importable.path_here(value, name, self._place.settings)
-        return importable.path_of(value, name, self._place.settings, self._is_local)
+            return notebook_source.path_here(value, name, self._place.settings)
+        return notebook_source.path_of(value, name, self._place.settings, self._is_local)
 
     def _dataset_keys(self, train: Any, val: Any) -> dict[str, Any]:
         keys: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The location of a Trainer's runs: a data folder, a database, or a temporary folder of this process."""
+"""The location of a Trainer's runs: a data folder and its files, a database, or a temporary folder of this process."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.api.store import FILE, Store, open_store
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.settings import Settings, is_url, settings
 
 MEMORY = ":memory:"
@@ -113,3 +113,21 @@ def _variables_of(store: str) -> dict[str, str]:
     if path.is_file():
         raise ConfigError(f"{store!r} is not a name of a database file.", f"Pass {FILE}, or a folder.")
     return {"AGENTRL_HOME": str(path.absolute()), "AGENTRL_DATABASE_URL": ""}
+
+
+def write_once(file: Path, text: str) -> None:
+    """Write a file of the data folder atomically, if it does not exist.
+
+    Raises:
+        ServiceError: it cannot be written.
+    """
+    if file.exists():
+        return
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        said = f"Cannot write to the folder {str(file.parent)!r}: {error.strerror or error}."
+        raise ServiceError(said, "Pass another store, or set AGENTRL_HOME to a folder of yours.") from error
