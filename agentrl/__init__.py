@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from agentrl.api.loop import GRPOTrainer, RolloutWorker
     from agentrl.api.run import Run, StoredPolicy
     from agentrl.api.run_trainer import Trainer
-    from agentrl.api.store import Store
+    from agentrl.api.store import InMemoryStore, Store
     from agentrl.api.store import open_store as open
-    from agentrl.api.store_location import InMemoryStore
     from agentrl.workflow.adapters import Adapter, Turn
     from agentrl.workflow.agents import LLM, AgentTask, Answer
     from agentrl.workflow.agents.classes import Agent
@@ -91,9 +90,8 @@ _MODULES = {
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
     "agentrl.api.algorithms": ("GRPO", "PPO"),
     "agentrl.api.lists": ("Rows", "Table"),
-    "agentrl.api.store_location": ("InMemoryStore",),
     "agentrl.api.run": ("Run", "StoredPolicy"),
-    "agentrl.api.store": ("Store", "open"),
+    "agentrl.api.store": ("InMemoryStore", "Store", "open"),
     "agentrl.api.run_trainer": ("Trainer",),
     "agentrl.workflow.adapters": ("Adapter", "Turn"),
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),

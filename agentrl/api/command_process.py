@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.api.run import Run
-from agentrl.api.store_location import COMMAND, StoreLocation
+from agentrl.api.store import COMMAND, StoreLocation
 from agentrl.workflow.errors import AgentRLError
 
 SAID = "agentrl: "

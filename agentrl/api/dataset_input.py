@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.api.store_location import write_once
+from agentrl.api.store import write_once
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.settings import Settings

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from agentrl.api.store_location import write_once
+from agentrl.api.store import write_once
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
 from agentrl.workflow.settings import Settings

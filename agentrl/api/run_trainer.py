@@ -13,8 +13,7 @@ from agentrl.api.algorithms import GRPO, keys_of_algorithm
 from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
 from agentrl.api.run_options import RunOptions
-from agentrl.api.store import Store
-from agentrl.api.store_location import InMemoryStore, StoreLocation
+from agentrl.api.store import InMemoryStore, Store, StoreLocation
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig

@@ -19,7 +19,7 @@ from typing import Any
 
 from celery.worker import state
 
-from agentrl.api.store_location import StoreLocation
+from agentrl.api.store import StoreLocation
 from agentrl.workers.jobs.model_slot import models
 from agentrl.workers.requests import submit
 from agentrl.workers.serving.endpoint import make_server, publish, serve

@@ -13,7 +13,7 @@ import pytest
 
 import agentrl
 from agentrl.api import command_process
-from agentrl.api.store_location import StoreLocation
+from agentrl.api.store import StoreLocation
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError
