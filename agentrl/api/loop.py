@@ -39,8 +39,7 @@ from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.plugins import find
 from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
 from agentrl.workflow.settings import settings
-from agentrl.workflow.tools import Tool, run_within
-from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.tools.python import Notebook
 from agentrl.workflow.training.merging import merge
 from agentrl.workflow.trajectory import Episode, Group, PolicyRef, Step, Task, ToolCall, ToolResult
 
@@ -123,15 +122,10 @@ class RolloutWorker:
         refused = refusal(call, index, self._tools, self.limits)
         if refused is not None:
             return refused
-        tool: Tool = self._tools[call.name]
         annotations: list[Annotation] = []
-
-        def run() -> ToolResult:
-            with emitters.collected(annotations, "tool", f"call:{step.index}:{index}"):
-                return notebook.run(tool, call.arguments)
-
-        limit = None if keeps_session(tool) else tool.timeout_seconds
-        return replace(run_within(tool, run, limit), annotations=tuple(annotations))
+        with emitters.collected(annotations, "tool", f"call:{step.index}:{index}"):
+            result = notebook.call(self._tools[call.name], call.arguments)
+        return replace(result, annotations=tuple(annotations))
 
     def _score(self, episode: Episode) -> Episode:
         if not episode.task.reference and not self._rewards:
