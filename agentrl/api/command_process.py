@@ -15,20 +15,19 @@ from agentrl.api.run import Run
 from agentrl.api.store import COMMAND, StoreLocation
 from agentrl.workflow.errors import AgentRLError
 
-SAID = "agentrl: "
-"""What the line of an error begins with."""
-NEXT = "Follow it: "
-"""What the line begins with that says how to follow a run, which is followed here."""
+ERROR_PREFIX = "agentrl: "
+FOLLOW_PREFIX = "Follow it: "
+"""The start of a remark that is not printed here, because the run is followed here."""
 
 
-def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
+def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
     """Run a command and return the JSON that it prints; its remarks go to stderr.
 
     Raises:
-        AgentRLError: what the command refused, in its words.
+        AgentRLError: the command ended with this error.
     """
     child = subprocess.Popen(
-        [*COMMAND, *words],
+        [*COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -36,16 +35,16 @@ def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None
         encoding="utf-8",
         errors="replace",
         env=place.environment(**(environment or {})),
-        start_new_session=True,  # Ctrl-C is for whoever asked, who waits for what is half written
+        start_new_session=True,  # Ctrl-C reaches this process alone: the command finishes what it writes
     )
     with child:
         assert child.stdout is not None
         assert child.stderr is not None
         error: list[str] = []
         for line in child.stderr:
-            if error or line.startswith(SAID):
+            if error or line.startswith(ERROR_PREFIX):
                 error.append(line)
-            elif not quiet and not line.startswith(NEXT):
+            elif not quiet and not line.startswith(FOLLOW_PREFIX):
                 print(line.rstrip("\n"), file=sys.stderr)
         printed = child.stdout.read()
     if child.returncode:
@@ -53,12 +52,12 @@ def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None
     return json.loads(printed)
 
 
-def error_of(code: int, said: str) -> AgentRLError:
-    """Return the error that a command ended with."""
-    message, _, hint = said.rstrip().removeprefix(SAID).rpartition("\n  ") if "\n  " in said else (said.strip(), "", "")
+def error_of(code: int, text: str) -> AgentRLError:
+    """Return the error of a command from its exit code and the text that it printed."""
+    message, _, hint = text.rstrip().removeprefix(ERROR_PREFIX).rpartition("\n  ") if "\n  " in text else (text.strip(), "", "")
     kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
     kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)
-    return kind(message.removeprefix(SAID) or f"The command ended with {code}.", hint)
+    return kind(message.removeprefix(ERROR_PREFIX) or f"The command ended with {code}.", hint)
 
 
 def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:

@@ -12,7 +12,7 @@ The policy, template, tools, rewards and update are those of a run. There is no 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -50,10 +50,10 @@ class RolloutWorker:
     """A sampler of episodes with an open policy: turns, tool calls, rewards.
 
     Args:
-        policy: open, and left open.
-        env: what the policy acts in: an `Env`, its name or path.
-        rewards: functions of an episode by name, beside those of the env, with weight 1.
-        limits: options of a rollout in place of the policy's: `max_steps`, `temperature` and the like.
+        policy: an open policy, which stays open.
+        env: the env of the episodes: an `Env`, its name or path.
+        rewards: functions of an episode by name, added to those of the env, each with weight 1.
+        limits: options of a rollout that override the policy's: `max_steps`, `temperature` and the like.
 
     Raises:
         ConfigError: there is no such env or option.
@@ -76,7 +76,7 @@ class RolloutWorker:
             task: a Task, a row (`question`, `answer`), or a question.
 
         Raises:
-            RewardError: a reward raised, or gave what is no number.
+            RewardError: a reward raised, or did not return a number.
             ModelError, ConfigError: the policy cannot sample it.
         """
         return self._score(self.sample_episode(task_of(task), next(self._numbers)))
@@ -138,7 +138,7 @@ def reward_parts(rewards: Mapping[str, Reward], episode: Episode) -> dict[str, P
     """Return what each reward gives to the episode, by name.
 
     Raises:
-        RewardError: a reward raised, or gave what is no number.
+        RewardError: a reward raised, or did not return a number.
     """
     parts = {}
     for name, reward in rewards.items():
@@ -154,7 +154,7 @@ class GRPOTrainer:
     """A trainer of an open policy.
 
     Args:
-        policy: what is sampled from. Each update changes it.
+        policy: an open policy; each update changes it.
         algorithm: a name as in a run's config, or `GRPO(...)`, whose model is the open one.
         options: as a run's: `learning_rate`, `kl_coef`. Those of the model are chosen when the policy is opened.
 
@@ -190,10 +190,10 @@ class GRPOTrainer:
         """Update the policy on the episodes. Episodes of the same task form a group.
 
         Returns:
-            Its numbers (`loss`, `reward`, `grad_norm`, `kl`, ...), and as `skipped` why nothing was changed, if so.
+            Metrics (`loss`, `reward`, `grad_norm`, `kl`, ...); `skipped` is the reason if nothing was changed.
 
         Raises:
-            StateError: something was not finite: the policy is as before, and this trainer is at its end.
+            StateError: a value was not finite. The policy is unchanged; create a new trainer.
             RewardError: an episode's reward is no finite number.
         """
         groups = grouped(episodes)
@@ -214,8 +214,8 @@ class GRPOTrainer:
         """Save the current policy as a model folder for `open_policy` and `agentrl chat`.
 
         Raises:
-            ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
-            ModelError, CheckpointError: it cannot be made, and why.
+            ConflictError: the folder exists, and overwrite is False or agentrl did not write it.
+            ModelError, CheckpointError: it cannot be saved, and why.
         """
         target, here = Path(folder).expanduser(), settings()
         refuse_existing(target, overwrite, "Pass overwrite=True")
@@ -228,19 +228,18 @@ def grouped(episodes: Iterable[Episode]) -> list[Group]:
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.key, []).append(episode)
-    made: Sequence[list[Episode]] = list(by_task.values())
-    return [Group(some[0].task, tuple(some), slot) for slot, some in enumerate(made)]
+    return [Group(members[0].task, tuple(members), slot) for slot, members in enumerate(by_task.values())]
 
 
-def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
+def task_of(value: "Task | Mapping[str, Any] | str") -> Task:
     """Return the task of a row or a question; equal rows have equal tasks.
 
     Raises:
-        DatasetError: it is none.
+        DatasetError: the row is not a task.
     """
-    if isinstance(given, Task):
-        return given
-    row: dict[str, Any] = {"question": given} if isinstance(given, str) else dict(given)
+    if isinstance(value, Task):
+        return value
+    row: dict[str, Any] = {"question": value} if isinstance(value, str) else dict(value)
     if not row.keys() & {"answer", "reference"}:
         row["reference"] = None
     line = json.dumps(row, ensure_ascii=False, sort_keys=True)
@@ -249,5 +248,5 @@ def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
         raise DatasetError(
             f"{line[:200]} is not a valid task: {problems[0].partition(': ')[2]}.", 'Write {"question": ..., "answer": ...}.'
         )
-    made = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
-    return replace(made, key=f"given/{made.content_hash[:16]}")
+    task = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
+    return replace(task, key=f"given/{task.content_hash[:16]}")

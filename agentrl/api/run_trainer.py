@@ -325,10 +325,10 @@ def _is_env(agent: Any) -> bool:
     if agent.startswith(PROGRAM):
         return False
     try:
-        found = find("envs", agent)
+        value = find("envs", agent)
     except ConfigError:  # an agent, or nothing: then `agentrl submit` refuses it
         return False
-    return isinstance(found, Env)
+    return isinstance(value, Env)
 
 
 def _env_object(env: Any) -> Any:
