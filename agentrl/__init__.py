@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from agentrl import elsewhere
 
 if TYPE_CHECKING:
-    from agentrl.api.by_hand import GRPOTrainer, RolloutWorker
+    from agentrl.api.algorithms import GRPO, PPO
     from agentrl.api.curve import Curve
     from agentrl.api.episode import Episodes, StoredEpisode
-    from agentrl.api.in_memory_model import GRPO, PPO
     from agentrl.api.lists import Rows, Table
+    from agentrl.api.loop import GRPOTrainer, RolloutWorker
     from agentrl.api.run import Run, StoredPolicy
     from agentrl.api.run_trainer import Trainer
-    from agentrl.api.store import Store
+    from agentrl.api.store import InMemoryStore, Store
     from agentrl.api.store import open_store as open
-    from agentrl.api.store_location import InMemoryStore
     from agentrl.workflow.adapters import Adapter, Turn
     from agentrl.workflow.agents import LLM, AgentTask, Answer
     from agentrl.workflow.agents.classes import Agent
@@ -86,14 +85,13 @@ __all__ = [
     "operation",
 ]
 _MODULES = {
-    "agentrl.api.by_hand": ("GRPOTrainer", "RolloutWorker"),
+    "agentrl.api.loop": ("GRPOTrainer", "RolloutWorker"),
     "agentrl.api.curve": ("Curve",),
     "agentrl.api.episode": ("Episodes", "StoredEpisode"),
-    "agentrl.api.in_memory_model": ("GRPO", "PPO"),
+    "agentrl.api.algorithms": ("GRPO", "PPO"),
     "agentrl.api.lists": ("Rows", "Table"),
-    "agentrl.api.store_location": ("InMemoryStore",),
     "agentrl.api.run": ("Run", "StoredPolicy"),
-    "agentrl.api.store": ("Store", "open"),
+    "agentrl.api.store": ("InMemoryStore", "Store", "open"),
     "agentrl.api.run_trainer": ("Trainer",),
     "agentrl.workflow.adapters": ("Adapter", "Turn"),
     "agentrl.workflow.agents": ("LLM", "AgentTask", "Answer"),

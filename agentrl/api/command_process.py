@@ -1,31 +1,33 @@
 """Commands that the Python API runs in a process of the command line, so that there is one way to train.
 
-What a command remarks is printed here as it comes; what it refuses is raised as the error that it was there.
+The remarks of a command are printed here as they come. An error of a command is raised here as the same error.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
-from agentrl.api.store_location import COMMAND, StoreLocation
+from agentrl.api.run import Run
+from agentrl.api.store import COMMAND, StoreLocation
 from agentrl.workflow.errors import AgentRLError
 
-SAID = "agentrl: "
-"""What the line of an error begins with."""
-NEXT = "Follow it: "
-"""What the line begins with that says how to follow a run, which is followed here."""
+ERROR_PREFIX = "agentrl: "
+FOLLOW_PREFIX = "Follow it: "
+"""The start of a remark that is not printed here, because the run is followed here."""
 
 
-def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
+def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
     """Run a command and return the JSON that it prints; its remarks go to stderr.
 
     Raises:
-        AgentRLError: what the command refused, in its words.
+        AgentRLError: the command ended with this error.
     """
     child = subprocess.Popen(
-        [*COMMAND, *words],
+        [*COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -33,16 +35,16 @@ def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None
         encoding="utf-8",
         errors="replace",
         env=place.environment(**(environment or {})),
-        start_new_session=True,  # Ctrl-C is for whoever asked, who waits for what is half written
+        start_new_session=True,  # Ctrl-C reaches this process alone: the command finishes what it writes
     )
     with child:
         assert child.stdout is not None
         assert child.stderr is not None
         error: list[str] = []
         for line in child.stderr:
-            if error or line.startswith(SAID):
+            if error or line.startswith(ERROR_PREFIX):
                 error.append(line)
-            elif not quiet and not line.startswith(NEXT):
+            elif not quiet and not line.startswith(FOLLOW_PREFIX):
                 print(line.rstrip("\n"), file=sys.stderr)
         printed = child.stdout.read()
     if child.returncode:
@@ -50,12 +52,12 @@ def ask(place: StoreLocation, *words: str, environment: Mapping[str, str] | None
     return json.loads(printed)
 
 
-def error_of(code: int, said: str) -> AgentRLError:
-    """Return the error that a command ended with."""
-    message, _, hint = said.rstrip().removeprefix(SAID).rpartition("\n  ") if "\n  " in said else (said.strip(), "", "")
+def error_of(code: int, text: str) -> AgentRLError:
+    """Return the error of a command from its exit code and the text that it printed."""
+    message, _, hint = text.rstrip().removeprefix(ERROR_PREFIX).rpartition("\n  ") if "\n  " in text else (text.strip(), "", "")
     kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
     kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)
-    return kind(message.removeprefix(SAID) or f"The command ended with {code}.", hint)
+    return kind(message.removeprefix(ERROR_PREFIX) or f"The command ended with {code}.", hint)
 
 
 def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
@@ -64,24 +66,38 @@ def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
         yield from _kinds(each)
 
 
-def follow(place: StoreLocation, run: str) -> Iterator[str]:
-    """Yield the lines of `agentrl watch` until the run ends or stops."""
-    environment = place.environment(PYTHONUNBUFFERED="1")
+def follow(place: StoreLocation, run: Run) -> None:
+    """Print the lines of `agentrl watch` until the run ends or stops. A notebook also draws the growing curve."""
     child = subprocess.Popen(
-        [*COMMAND, "watch", run],
+        [*COMMAND, "watch", run.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=environment,
+        env=place.environment(PYTHONUNBUFFERED="1"),
         start_new_session=True,
     )
-    with child:
+    with child, _growing_curve(run) as draw:
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                yield line.rstrip("\n")
+                print(line.rstrip("\n"), flush=True)
+                draw()
         finally:
             child.terminate()
+
+
+@contextmanager
+def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
+    """Show the curve of the run in a notebook; yield what draws it again."""
+    shell = sys.modules.get("IPython")
+    if shell is None or not hasattr(shell.get_ipython(), "kernel"):
+        yield lambda: None
+        return
+    shown = import_module("IPython.display").display(run.curve(), display_id=True)
+    try:
+        yield lambda: shown.update(run.curve())
+    finally:
+        shown.update(run.curve())

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.api.atomic_file import write_once
+from agentrl.api.store import write_once
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.settings import Settings
@@ -20,7 +20,7 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """Return the dataset's name in a config: a name, or the file written for it; None for a Dataset object.
+    """Return the dataset's name in a config: a name, or the file that was written for it; None for a Dataset object.
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, a DataFrame.
@@ -28,7 +28,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
         where: the settings with the data folder.
 
     Raises:
-        DatasetError: it is none of these, it is empty, or a row is none.
+        DatasetError: it is none of these, it is empty, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -50,10 +50,10 @@ def has_references(file: Path) -> bool:
 
 
 def _read(dataset: Any, what: str) -> Iterator[Any]:
-    """Its rows.
+    """Yield the rows.
 
     Raises:
-        DatasetError: it has none, raises in their midst, or does not end.
+        DatasetError: it has none, raises, or does not end.
     """
     rows, number = iter(_rows(dataset)), 0
     while True:
@@ -82,38 +82,34 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _line(number: int, row: Any) -> str:
-    """The row as a line of JSON.
+    """Return the row as a line of JSON.
 
     Raises:
-        DatasetError: it is none.
+        DatasetError: it is not a mapping of JSON values.
     """
     if isinstance(row, Task):
         messages = [{"role": message.role, "content": message.content} for message in row.messages]
         row = {**row.metadata, "messages": messages, "reference": row.reference or None}
     if not isinstance(row, Mapping):
         raise DatasetError(f"Row {number} is a {type(row).__name__}, not a mapping.", EXAMPLE)
-    whole = {str(key): value for key, value in row.items()}
-    if not any(name in whole for name in REFERENCES):
-        whole["reference"] = None
+    fields = {str(key): value for key, value in row.items()}
+    if not any(name in fields for name in REFERENCES):
+        fields["reference"] = None
     texts = []
-    for key, value in whole.items():
+    for key, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise DatasetError(f"Row {number} has no value for {key!r}: it is {value}.", "Set a value, or remove the row.")
         try:
-            texts.append(f"{written(key)}: {written(value)}")
+            texts.append(f"{_dump(key)}: {_dump(value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise DatasetError(f"Row {number}, {key!r:.60} cannot be written as JSON: {error}.", EXAMPLE) from error
     return f"{{{', '.join(texts)}}}"
 
 
-def written(value: Any) -> str:
-    """Return the value as JSON; NaN is refused.
-
-    Raises:
-        TypeError, ValueError, RecursionError: it is none.
-    """
+def _dump(value: Any) -> str:
+    """Return the value as JSON; raise TypeError, ValueError or RecursionError if that is impossible."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
-    text.encode()  # half of a surrogate pair is no text
+    text.encode()  # refuses half of a surrogate pair
     return text
 
 
@@ -121,7 +117,7 @@ def plain(value: Any) -> Any:
     """Convert a value of numpy, pandas or similar to a JSON value.
 
     Raises:
-        TypeError: it is none.
+        TypeError: JSON has no such value.
     """
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):

@@ -1,37 +1,34 @@
-"""Trial episodes of an agent, one after another in this process, where a debugger works; everything is printed.
+"""`Trainer.dev`: episodes of an agent in this process, one after another, where a debugger works; everything is printed.
 
-The policy, the endpoint and the recorder are those of a run; the rows are gone afterwards, and nothing is updated.
+The policy, the endpoint and the recorder are those of a run. The rows are deleted afterwards, and nothing is updated.
 """
 
 import asyncio
-import os
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
+from itertools import count
 from types import TracebackType
 from typing import Any
 
-from agentrl.api.by_hand import RolloutWorker, judged
+from agentrl.api.loop import RolloutWorker, reward_parts
+from agentrl.api.threaded_stack import changed_environment, endpoint_thread
 from agentrl.workers.jobs import sampling_server
 from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.jobs.served_episodes import ServedEpisodes
 from agentrl.workers.requests.serve_request import serve_config, serve_submission
-from agentrl.workers.serving.endpoint import make_server, serve
-from agentrl.workers.serving.endpoint_app import Endpoint
-from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.policy_server import open_run, unrecorded_database
-from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
+from agentrl.workers.stack.listening import LOOPBACK
 from agentrl.workers.stack.process import base_hashes, claim_name
 from agentrl.workflow.agents import LLM, AgentResult, AgentTask, read_result
 from agentrl.workflow.agents.classes import as_function
 from agentrl.workflow.analysis.transcript import conversation_lines, said_lines
 from agentrl.workflow.annotations import rewards_of
-from agentrl.workflow.config import RunConfig, build
+from agentrl.workflow.config import PROGRAM, RunConfig, build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
 from agentrl.workflow.envs import Env, gives_rewards, score_episode
@@ -41,18 +38,18 @@ from agentrl.workflow.hooks import Hook, parts_told
 from agentrl.workflow.inference.open_policy import OpenPolicy, open_policy
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resources import Prompt
-from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
+from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of, part_sum
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.runtime.shown_text import cell, clean
-from agentrl.workflow.store import endpoint_reads, train_commits
+from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.trajectory import Episode, Task
 
 MAX_TASKS = 100
-"""Episodes of one call; more are for a run."""
+"""The most tasks of one call."""
 HERE = "agentrl.api.dev:agent"
-"""What a run's config calls an agent that is called by this process."""
+"""The agent's name in the config, because the agent itself is called by this process."""
 _databases: list[Database] = []
 
 
@@ -61,9 +58,9 @@ class Trial:
     """A trial: an agent or the built-in loop, with its tasks, rewards and hooks.
 
     Args:
-        config: of the model and how it is sampled.
-        agent: a function, a class or one that was made; None: the built-in loop.
-        rewards: by name, with their weights.
+        config: the model and its sampling.
+        agent: a function, a class or an object of one; None: the built-in loop.
+        rewards: functions with their weights, by name.
     """
 
     config: RunConfig
@@ -71,7 +68,6 @@ class Trial:
     env: Env
     rewards: Mapping[str, tuple[Reward, float]]
     hooks: Sequence[Hook] = ()
-    _shown: list[str] = field(default_factory=list)
 
     def run(self) -> list[Episode]:
         """Run an episode of each task and print it. An agent's error ends only its own episode.
@@ -89,72 +85,79 @@ class Trial:
 
     def _play(self, play: Callable[[Task], Episode], task: Task, number: int, count: int) -> Episode:
         _print(f"=== task {number} of {count}: {task.key}")
-        ended = play(task)
-        for text, _ in (*conversation_lines(ended.steps, self.agent is not None), *said_lines(ended.annotations)):
+        episode = play(task)
+        for text, _ in (*conversation_lines(episode.steps, self.agent is not None), *said_lines(episode.annotations)):
             _print(text)
         for hook in self.hooks:
-            told = {name: numbers(value) for name, value in parts_told(hook, ended).items()}
-            if told:
-                sums = {name: part if isinstance(part, float) else sum(part) for name, part in told.items()}
-                ended = replace(ended, rewards={**ended.rewards, **sums}, reward=(ended.reward or 0.0) + sum(sums.values()))
-        parts = ", ".join(f"{name} {cell(value)}" for name, value in ended.rewards.items())
-        _print(f"{ended.stop_reason}: reward {cell(ended.reward)}{f' ({parts})' if parts else ''}\n")
-        return ended
+            parts = {name: part_sum(numbers(value)) for name, value in parts_told(hook, episode).items()}
+            if parts:
+                reward = (episode.reward or 0.0) + sum(parts.values())
+                episode = replace(episode, rewards={**episode.rewards, **parts}, reward=reward)
+        shown = ", ".join(f"{name} {cell(value)}" for name, value in episode.rewards.items())
+        _print(f"{episode.stop_reason}: reward {cell(episode.reward)}{f' ({shown})' if shown else ''}\n")
+        return episode
 
     def _loop(self, policy: OpenPolicy) -> Callable[[Task], Episode]:
-        worker = RolloutWorker(policy, self.env, {name: reward for name, (reward, _) in self.rewards.items()})
-        return worker.run_episode
+        worker, numbers = RolloutWorker(policy, self.env), count(1)
+
+        def play(task: Task) -> Episode:
+            episode = worker.sample_episode(task, next(numbers))
+            return self._score(episode, AgentResult()) if task.reference or self.rewards else episode
+
+        return play
 
     @contextmanager
     def _agent_player(self, policy: OpenPolicy) -> Iterator[Callable[[Task], Episode]]:
         served = serve_config(self.config, None, self.config.rollout.model_dump())
         values = {**served.flat(), "agent.name": HERE, "agent.own_rewards": True, "model": policy.policy.config.model_dump()}
         config = build({key: value for key, value in values.items() if not key.startswith("model.")})
-        with unrecorded_database() as db, _answering(db) as server:
+        with unrecorded_database() as db, _sampling_server(db) as server:
             run = open_run(db, serve_submission(db, config, policy.ref, "", None), claim_name())
             train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
             episodes = ServedEpisodes(db, run, Experiment(config), policy, server)
             episodes.start()
             try:
-                with _endpoint(db) as url:
+                with endpoint_thread(db) as url:
                     yield partial(self._act, db, episodes, f"{url}/v1", run.name)
             finally:
                 episodes.close()
 
     def _act(self, db: Database, episodes: ServedEpisodes, url: str, model: str, task: Task) -> Episode:
-        """The agent at the task, in this thread."""
+        """Call the agent with the task in this thread, and return its episode."""
         opened = episodes.open(task.key).result()
+        llm = LLM(url, opened.key, model)
         for hook in self.hooks:
             hook.on_rollout_start(Episode(task, id=opened.id))
         result, failed = AgentResult(), False
-        with _environment(LLM(url, opened.key, model), opened.emit_key):
+        with changed_environment(_agent_variables(llm, opened.emit_key)):
             try:
-                seen = _as_agents_see(task, self.config.resources)
-                result = read_result(_called(as_function(self.agent), seen, LLM(url, opened.key, model)))
-            except Exception as error:  # noqa: BLE001 - a person's agent, whose error is shown
+                agent_task = _agent_task(task, self.config.resources)
+                result = read_result(_call(as_function(self.agent), agent_task, llm))
+            except Exception as error:  # noqa: BLE001 - the user's agent, whose error is printed
                 _print("".join(traceback.format_exception(error.with_traceback(_from_agent(error)))))
                 failed = True
         episodes.end(opened.id, result.answer, result.rewards).result()
-        found = episode_rows.find_episode(db, opened.id).episode
-        ended = replace(found, task=task, stop_reason="agent_error" if failed else found.stop_reason)
-        if not ended.steps:
+        episode = episode_rows.find_episode(db, opened.id).episode
+        episode = replace(episode, task=task, stop_reason="agent_error" if failed else episode.stop_reason)
+        if not episode.steps:
             _print("The agent did not call the model. Pass llm.base_url, llm.api_key and llm.model to its client.")
-        return self._scored(ended, result)
+        return self._score(episode, result)
 
-    def _scored(self, ended: Episode, result: AgentResult) -> Episode:
-        parts: dict[str, Part] = {} if not ended.task.reference and self.env.rewards else self._env_parts(ended)
+    def _score(self, episode: Episode, result: AgentResult) -> Episode:
+        """The rewards that a run would give, without those of hooks."""
+        parts: dict[str, Part] = {}
+        if episode.task.reference or not self.env.rewards:
+            parts = score_episode(self.env, episode, self.env.rewards)
         weights = dict.fromkeys(self.env.rewards, 0.0) if self.rewards else dict(self.env.rewards)
-        for name, (reward, weight) in self.rewards.items():
-            parts[name], weights[name] = part_of(numbers(judged(reward, name, ended)), len(ended.steps), name), weight
+        parts |= reward_parts({name: reward for name, (reward, _) in self.rewards.items()}, episode)
+        weights |= {name: weight for name, (_, weight) in self.rewards.items()}
         rewarded = bool(weights) or gives_rewards(self.env)
-        for name, value in {**rewards_of(ended.annotations, len(ended.steps)), **(result.rewards or {})}.items():
+        returned = {**rewards_of(episode.annotations, len(episode.steps)), **(result.rewards or {})}
+        for name, value in returned.items():
             if name in parts:
                 raise RewardError(f"The agent returned a reward called {name!r}, which is the name of a reward of the run.")
-            parts[name], weights[name] = part_of(numbers(value), len(ended.steps), name), 0.0 if rewarded else 1.0
-        return assign_rewards(ended, parts, weights)
-
-    def _env_parts(self, ended: Episode) -> dict[str, Part]:
-        return score_episode(self.env, ended, self.env.rewards)
+            parts[name], weights[name] = part_of(numbers(value), len(episode.steps), name), 0.0 if rewarded else 1.0
+        return assign_rewards(episode, parts, weights)
 
 
 def try_agent(
@@ -165,25 +168,27 @@ def try_agent(
     Raises:
         AgentRLError: as `Trial.run`; or a path leads to nothing.
     """
-    if isinstance(agent, str):
-        if agent.startswith("cmd:"):
-            raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
-        agent = find("agents", agent)
-    found = {name: (find("rewards", reward) if isinstance(reward, str) else reward, w) for name, (reward, w) in rewards.items()}
-    made = [find("hooks", hook) if isinstance(hook, str) else hook for hook in hooks]
-    hooks = [hook() if isinstance(hook, type) else hook for hook in made]
-    return Trial(build(config), agent, env if isinstance(env, Env) else find("envs", env), found, hooks).run()
+    if isinstance(agent, str) and agent.startswith(PROGRAM):
+        raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
+    agent, env = _object("agents", agent), _object("envs", env)
+    rewards = {name: (_object("rewards", reward), weight) for name, (reward, weight) in rewards.items()}
+    hooks = [hook() if isinstance(hook, type) else hook for hook in (_object("hooks", hook) for hook in hooks)]
+    return Trial(build(config), agent, env, rewards, hooks).run()
+
+
+def _object(kind: str, value: Any) -> Any:
+    return find(kind, value) if isinstance(value, str) else value
 
 
 def _from_agent(error: BaseException) -> TracebackType | None:
-    """Where the error came from, without the frames that called the agent."""
+    """The traceback of the error, without the frames that called the agent."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
-def _called(solve: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
+def _call(solve: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
     value = solve(task, llm)
     if not isawaitable(value):
         return value
@@ -191,64 +196,38 @@ def _called(solve: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(_awaited(value))
-    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs in this thread
-        return beside.submit(asyncio.run, _awaited(value)).result()
+    with ThreadPoolExecutor(1) as pool:  # the event loop of a notebook runs in this thread
+        return pool.submit(asyncio.run, _awaited(value)).result()
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _as_agents_see(task: Task, texts: Mapping[str, str]) -> AgentTask:
+def _agent_task(task: Task, texts: Mapping[str, str]) -> AgentTask:
     messages = [{"role": message.role, "content": message.content} for message in task.messages]
     return AgentTask(task.key, messages, dict(task.metadata), None, True, {name: Prompt(text) for name, text in texts.items()})
 
 
-@contextmanager
-def _environment(llm: LLM, emit_key: str) -> Iterator[None]:
-    """The environment that an agent's own process has of its model, for as long as it is called."""
-    told = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
-    told |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
+    """The environment variables that a process of an agent has."""
+    model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
+    return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 
 
 @Once
-def _sampling() -> SamplingServer:
-    """One for the process: its thread has no end of its own."""
+def _shared_server() -> SamplingServer:
+    """The sampling server of this process. Its thread cannot be stopped, so that there is one, for the newest database."""
     return sampling_server.start(lambda: _databases[-1], LOOPBACK)
 
 
 @contextmanager
-def _answering(db: Database) -> Iterator[SamplingServer]:
+def _sampling_server(db: Database) -> Iterator[SamplingServer]:
     _databases.append(db)
     try:
-        yield _sampling()
+        yield _shared_server()
     finally:
         _databases.remove(db)
-
-
-@contextmanager
-def _endpoint(db: Database) -> Iterator[str]:
-    """The URL of an endpoint over these rows, in a thread of its own."""
-    app = Endpoint(Places(partial(endpoint_reads.find_places, db)))
-    server, listening = make_server(app), bind(LOOPBACK, 0)
-    thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)), name="endpoint", daemon=True)
-    thread.start()
-    try:
-        yield url_of(listening)
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
 
 
 def _print(text: str) -> None:

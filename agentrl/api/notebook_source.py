@@ -1,72 +1,142 @@
-"""Source code from a notebook or a script, as a module that other processes can import.
+"""Import paths, `package.module:name`, by which workers import a user's functions, classes and objects.
 
-The source of a function or class is taken along with what it names: imports, constants, and other functions and classes that
-were written there. Whatever else it names, a client or a model that lives in this process, cannot be taken along, and is
-refused with what to do.
+What another process can import has such a path already. The source of anything else, from a notebook or a script, is written
+into a module in the data folder, with what it uses: imports, constants, other functions and classes. The module is named by the
+hash of its text, so that a run can be resumed and scored again later. Nothing is pickled: an object that only this process has
+(a client, a lock) is refused by name.
 """
 
 import __future__
 
 import ast
+import hashlib
 import inspect
+import json
 import linecache
+import subprocess
 import symtable
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from agentrl.api.store import write_once
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.plugins import CODE_PREFIX, HERE, code_folder, lend
+from agentrl.workflow.settings import Settings
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-MAX_LITERAL = 1 << 20
-"""Characters of a constant that is taken along."""
+MAX_CONSTANT_CHARS = 1 << 20
 MAIN = "__main__"
+_objects_here: dict[str, Any] = {}
+"""Objects that only this process has, by their paths."""
 
 
-class Captured:
+def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
+    """Return the path from which workers can import the object; a text is returned unchanged.
+
+    Args:
+        value: a function, a class, or an object of either.
+        name: the object's name in a module that is written for it, if it has no name of its own.
+        where: the settings with the data folder.
+        is_local: whether the workers read this machine's files.
+
+    Raises:
+        ConfigError: they would not find it, and what to do.
+    """
+    if isinstance(value, str):
+        return value
+    _refuse_constant(value, name)
+    path = _import_path(value)
+    if path and path[0] != MAIN:
+        if _is_importable(path[0]):
+            return ":".join(path)
+        if is_local:
+            raise _unreachable_error(path[1], path[0])
+    if not is_local:
+        called = getattr(value, "__name__", type(value).__name__)
+        how = "Put it into a module on the workers' PYTHONPATH, and pass 'module:name'."
+        raise ConfigError(f"Workers on other machines cannot import {called!r}.", how)
+    module = SourceModule()
+    if not _is_code(value):
+        module.add_instance(name, value)
+        return f"{_write_module(module.text, where)}:{name}"
+    try:
+        module.add(value.__name__, value)
+        text = module.text
+    except ConfigError:
+        script = _guarded_script(value)
+        if script is None:
+            raise
+        text = script
+    return f"{_write_module(text, where)}:{value.__name__}"
+
+
+def path_here(value: Any, name: str, where: Settings) -> str:
+    """Return a path that leads to this very object in this process, and to its source in others, if that is available.
+
+    Args:
+        value, name, where: as in `path_of`.
+    """
+    if isinstance(value, str):
+        return value
+    _refuse_constant(value, name)
+    try:
+        path = path_of(value, name, where, is_local=True)
+    except ConfigError:
+        known = (path for path, other in _objects_here.items() if other is value)
+        path = next(known, f"{HERE}:{name}_{len(_objects_here)}")
+        _objects_here[path] = value
+    if path.startswith((CODE_PREFIX, HERE)):
+        lend(path, value)
+    return path
+
+
+class SourceModule:
     """The text of a module, built from the objects that it must contain."""
 
-    def __init__(self, importable: "Importable") -> None:
-        """Take whether another process finds a module of a name."""
-        self._importable = importable
+    def __init__(self) -> None:
         self._imports: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._bodies: dict[str, str] = {}
-        self._asked: set[str] = set()
-        self._annotations = False
+        self._names: set[str] = set()
+        self._postpones_annotations = False
 
     @property
     def text(self) -> str:
         """The module's source."""
-        future = ["from __future__ import annotations"] if self._annotations else []
+        future = ["from __future__ import annotations"] if self._postpones_annotations else []
         parts = ["\n".join([*future, *sorted(self._imports.values())]), "\n".join(self._constants.values())]
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
-    def add(self, name: str, value: Any, who: str = "") -> None:
-        """Add the value under the name that `who` uses.
+    def add(self, name: str, value: Any, user: str = "") -> None:
+        """Add the value under a name.
+
+        Args:
+            user: the function or class that uses the name, for the error.
 
         Raises:
-            ConfigError: it cannot be taken along.
+            ConfigError: its source is not available, or only this process has it.
         """
-        if name in self._asked:
+        if name in self._names:
             return
-        self._asked.add(name)
+        self._names.add(name)
         if isinstance(value, ModuleType):
-            self._import(name, value, who)
-        elif isinstance(value, FunctionType | type):
-            self._add_code(name, value, who)
+            self._add_import(name, value.__name__)
         elif (text := literal(value)) is not None:
             self._constants[name] = f"{name} = {text}"
-        elif (path := _public_path(value)) is not None:
-            self._from(name, *path)
+        elif (path := _import_path(value)) and path[0] != MAIN:
+            self._add_import(name, *path)
+        elif _is_code(value):
+            self._add_code(name, value)
         else:
-            kind = type(value).__name__
-            said = f"{who!r} uses {name!r}, {_article(kind)} {kind} of this process, which workers do not have."
+            what = f"{user!r} uses {name!r}, {_with_article(type(value).__name__)} of this process, which workers do not have."
             guard = "with `if __name__ == '__main__':` before what it does"
-            raise ConfigError(said, f"Create it inside {who!r}, or move both to a file; a script {guard}.")
+            raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
         """Add an object: its class, and its attributes if they are constants.
@@ -76,239 +146,220 @@ class Captured:
         """
         kind = type(value)
         self.add(kind.__name__, kind, name)
-        state = {}
-        for key, held in vars(value).items() if hasattr(value, "__dict__") else ():
-            state[key] = literal(held)
-            if state[key] is None:
-                what = type(held).__name__
-                said = f"The {kind.__name__} holds {key!r}, {_article(what)} {what} of this process, which workers do not have."
+        fields = []
+        for key, attribute in getattr(value, "__dict__", {}).items():
+            text = literal(attribute)
+            if text is None:
+                held = _with_article(type(attribute).__name__)
+                said = f"The {kind.__name__} holds {key!r}, {held} of this process, which workers do not have."
                 raise ConfigError(said, "Create it on first use, or pass the class.")
-        fields = ", ".join(f"{key!r}: {text}" for key, text in state.items())
+            fields.append(f"{key!r}: {text}")
         lines = [f"{name} = {kind.__name__}.__new__({kind.__name__})"]
-        self._bodies[name] = "\n".join([*lines, *([f"vars({name}).update({{{fields}}})"] if fields else [])])
+        if fields:
+            lines.append(f"vars({name}).update({{{', '.join(fields)}}})")
+        self._bodies[name] = "\n".join(lines)
 
-    def _import(self, name: str, module: ModuleType, who: str) -> None:
-        if not self._importable(module.__name__):
-            raise _unreachable(module.__name__, who)
-        short = module.__name__ == name
-        self._imports[name] = f"import {name}" if short else f"import {module.__name__} as {name}"
+    def _add_import(self, name: str, module: str, attribute: str = "") -> None:
+        if not _is_importable(module):
+            raise _unreachable_error(attribute or name, module)
+        suffix = "" if name == (attribute or module) else f" as {name}"
+        self._imports[name] = f"from {module} import {attribute}{suffix}" if attribute else f"import {module}{suffix}"
 
-    def _import_parts(self, name: str, module: ModuleType, text: str) -> None:
-        """Imports the parts of a package that the text reads as its attributes: importing the package alone may not do that."""
-        for chain in _chains(text):
-            parts = chain.split(".")
-            whole = module.__name__
-            for part in parts[1:] if parts[0] == name else ():
-                whole = f"{whole}.{part}"
-                if isinstance(sys.modules.get(whole), ModuleType):
-                    self._imports[whole] = f"import {whole}"
+    def _add_code(self, name: str, value: Any) -> None:
+        defined, text = value.__name__, _definition(value)
+        if defined != name and defined in self._names:
+            raise ConfigError(f"{name!r} and another {defined!r} cannot be in one module.", "Give them different names.")
+        self._names.add(defined)
+        scope = _scope_of(value)
+        for used in sorted(_free_names(symtable.symtable(text, "captured", "exec")) & scope.keys()):
+            self.add(used, scope[used], defined)
+            if isinstance(scope[used], ModuleType):
+                self._import_submodules(used, scope[used].__name__, text)
+        flag = __future__.annotations.compiler_flag
+        self._postpones_annotations |= any(function.__code__.co_flags & flag for function in _functions(value))
+        self._bodies[defined] = text
+        if defined != name:
+            self._bodies[name] = f"{name} = {defined}"
 
-    def _from(self, name: str, module: str, attribute: str) -> None:
-        self._imports[name] = f"from {module} import {attribute}" + ("" if attribute == name else f" as {name}")
-
-    def _add_code(self, name: str, value: Any, who: str) -> None:
-        path = _public_path(value)
-        if path is not None and path[0] != MAIN:
-            if not self._importable(path[0]):
-                raise _unreachable(path[0], who or name)
-            self._from(name, *path)
-            return
-        node, text = _definition(value)
-        if node.name != name:
-            self._claim(node.name, name)
-        for used, found in _named(value, text):
-            self.add(used, found, node.name)
-            if isinstance(found, ModuleType):
-                self._import_parts(used, found, text)
-        self._annotations |= _postpones_annotations(value)
-        self._bodies[node.name] = text
-        if node.name != name:
-            self._bodies[name] = f"{name} = {node.name}"
-
-    def _claim(self, name: str, alias: str) -> None:
-        """Keeps a name for what is called otherwise where it is used."""
-        if name in self._asked:
-            raise ConfigError(f"{alias!r} and another {name!r} cannot be in one module.", "Give them different names.")
-        self._asked.add(name)
-
-
-def guarded_script(value: Any) -> str | None:
-    """Return this process's script if it defines the value and guards its actions with `if __name__ == "__main__"`.
-
-    So it can be imported, and makes again whatever lives beside the value: clients, graphs, tools.
-    """
-    main = sys.modules[MAIN]
-    file, name = getattr(main, "__file__", None), getattr(value, "__qualname__", "")
-    if not file or getattr(value, "__module__", "") != MAIN or getattr(main, name, None) is not value:
-        return None
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        return text if any(_is_guard(node) for node in ast.parse(text).body) else None
-    except (OSError, ValueError, SyntaxError):
-        return None
-
-
-def _is_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
-
-
-class Importable:
-    """Modules that another process of this machine can import."""
-
-    def __init__(self, places: Iterable[str]) -> None:
-        """Take the folders in which it looks."""
-        self._places = set(places)
-
-    def __call__(self, module: str) -> bool:
-        """Return whether it does."""
-        top = module.partition(".")[0]
-        if top in sys.builtin_module_names or top in sys.stdlib_module_names:
-            return top != MAIN
-        found = sys.modules.get(top)
-        if folders := getattr(found, "__path__", None):
-            return any(str(Path(folder).absolute().parent) in self._places for folder in folders)
-        file = getattr(found, "__file__", None)
-        return file is not None and str(Path(file).absolute().parent) in self._places
+    def _import_submodules(self, name: str, package: str, text: str) -> None:
+        """Import the parts of a package that the text reads as attributes; importing the package alone may not load them."""
+        for node in ast.walk(ast.parse(text)):
+            first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+            module = f"{package}.{rest}"
+            if first == name and isinstance(sys.modules.get(module), ModuleType):
+                self._imports[module] = f"import {module}"
 
 
 def literal(value: Any) -> str | None:
     """Return the value as an expression of constants; None if that is impossible."""
     try:
         text = repr(value)
-        if len(text) > MAX_LITERAL or type(value).__module__ != "builtins":
+        if len(text) > MAX_CONSTANT_CHARS or type(value).__module__ != "builtins":
             return None
-        return text if _same(ast.literal_eval(text), value) else None
-    except Exception:  # noqa: BLE001 - anybody's __repr__
+        parsed = ast.literal_eval(text)
+        return text if type(parsed) is type(value) and bool(parsed == value) else None
+    except Exception:  # noqa: BLE001 - a user's __repr__
         return None
 
 
-def _same(read: Any, value: Any) -> bool:
-    return type(read) is type(value) and bool(read == value)
+# where it stands
 
 
-def _public_path(value: Any) -> tuple[str, str] | None:
-    """(module, name) under which the value is found again; None if there is no such place."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or not name.isidentifier():
+def _import_path(value: Any) -> tuple[str, str] | None:
+    """(module, name) under which the value stands in this process; None if it has no such place."""
+    name = getattr(value, "__qualname__", "")
+    if name and isinstance(name, str):
+        module = getattr(value, "__module__", None)
+        return (module, name) if isinstance(module, str) and getattr(sys.modules.get(module), name, None) is value else None
+    for other in list(sys.modules.values()):
+        if isinstance(other, ModuleType) and other.__name__ != MAIN:
+            for key, member in list(vars(other).items()):
+                if member is value:
+                    return other.__name__, key
+    return None
+
+
+def _is_importable(module: str) -> bool:
+    """Whether a worker that this process starts can import the module."""
+    top = module.partition(".")[0]
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names:
+        return top != MAIN
+    found = sys.modules.get(top)
+    places = list(getattr(found, "__path__", ())) or [getattr(found, "__file__", None)]
+    folders = {*_import_folders(), str(Path.cwd())}
+    return any(str(Path(place).absolute().parent) in folders for place in places if place)
+
+
+@cache
+def _import_folders() -> tuple[str, ...]:
+    """The folders in which such a worker finds modules, besides its working directory."""
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return tuple(str(Path(folder).absolute()) for folder in json.loads(printed.stdout) if folder)
+
+
+def _write_module(text: str, where: Settings) -> str:
+    """Write the module if it does not exist, and return its name."""
+    name = f"{CODE_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    write_once(code_folder(where) / f"{name}.py", text)
+    return name
+
+
+def _guarded_script(value: Any) -> str | None:
+    """Return this process's script if it defines the value and guards its actions with `if __name__ == "__main__"`.
+
+    So it can be imported, and creates again whatever the value uses: clients, graphs, tools.
+    """
+    file = getattr(sys.modules[MAIN], "__file__", None)
+    if not file or (_import_path(value) or ("",))[0] != MAIN:
         return None
-    return (module, name) if getattr(sys.modules.get(module), name, None) is value else None
+    guards = ("__name__ == '__main__'", "'__main__' == __name__")
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        tests = [ast.unparse(node.test) for node in ast.parse(text).body if isinstance(node, ast.If)]
+    except (OSError, ValueError, SyntaxError):
+        return None
+    return text if any(test in guards for test in tests) else None
 
 
-def _definition(value: Any) -> tuple[Definition, str]:
-    """The statement that defines it, and its text.
+# its source
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is a class, a function, or a function in a wrapper (`@lru_cache`)."""
+    is_wrapper = "__wrapped__" in getattr(value, "__dict__", {})
+    return isinstance(value, type) or isinstance(inspect.unwrap(value) if is_wrapper else value, FunctionType)
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """The function, without its wrappers; or the functions that the class defines."""
+    if not isinstance(value, type):
+        return [inspect.unwrap(value)]
+    members = [getattr(member, "__func__", getattr(member, "fget", member)) for member in vars(value).values()]
+    inside = f"{value.__qualname__}."
+    return [member for member in members if isinstance(member, FunctionType) and member.__qualname__.startswith(inside)]
+
+
+def _definition(value: Any) -> str:
+    """The text of the statement that defines the value.
 
     Raises:
-        ConfigError: its source is not known, or it is none that can stand alone.
+        ConfigError: its source is not available, or it is a lambda.
     """
     name = getattr(value, "__name__", "")
     if name == "<lambda>":
         raise ConfigError("Workers cannot import a lambda: it has no name.", "Write it as def name(...): ...")
-    code = next(_codes(value), None)
-    for file in _files_of_main() if code is None else [code.co_filename]:
+    codes = [function.__code__ for function in _functions(value)]
+    kinds = ast.ClassDef if isinstance(value, type) else (ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in [codes[0].co_filename] if codes else _files_of_main():
         lines = linecache.getlines(file)
-        found = [
-            node
-            for node in _definitions(lines, isinstance(value, type))
-            if node.name == name and (code is None or _first_line(node) <= code.co_firstlineno <= (node.end_lineno or 0))
-        ]
-        if found:
-            return _with_text(max(found, key=_first_line), lines)
+        with suppress(SyntaxError, ValueError, RecursionError):
+            nodes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, Definition)]
+            matches = [
+                node
+                for node in nodes
+                if isinstance(node, kinds) and node.name == name
+                and (not codes or _first_line(node) <= codes[0].co_firstlineno <= (node.end_lineno or 0))
+            ]  # fmt: skip
+            if matches:
+                return _text_of(max(matches, key=_first_line), lines)
     raise ConfigError(f"The source of {name!r} is not available.", "Move it to a file, and pass 'module:name' or import it.")
 
 
-def _definitions(lines: list[str], of_classes: bool) -> list[Definition]:
-    try:
-        nodes = list(ast.walk(ast.parse("".join(lines))))
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    kinds = ast.ClassDef if of_classes else (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in nodes if isinstance(node, Definition) and isinstance(node, kinds)]
-
-
 def _files_of_main() -> list[str]:
-    """The files that what stands in this process's main module may be from: a notebook's cells, the newest first; a script."""
+    """The files that may define a class without methods: a notebook's cells, the newest first; a script."""
     cells = [name for name in reversed(list(linecache.cache)) if "ipython" in name or "ipykernel" in name]
     return [*cells, getattr(sys.modules[MAIN], "__file__", None) or ""]
-
-
-def _with_text(node: Definition, lines: list[str]) -> tuple[Definition, str]:
-    text = textwrap.dedent("".join(lines[_first_line(node) - 1 : node.end_lineno])).rstrip("\n")
-    try:
-        same = ast.dump(ast.parse(text).body[0]) == ast.dump(node)
-    except SyntaxError:
-        same = False
-    return node, text if same else ast.unparse(node)
 
 
 def _first_line(node: Definition) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _codes(value: Any) -> Iterator[CodeType]:
-    if not isinstance(value, type):
-        yield inspect.unwrap(value).__code__
-        return
-    for held in vars(value).values():
-        function = getattr(held, "__func__", getattr(held, "fget", held))
-        if isinstance(function, FunctionType) and function.__qualname__.startswith(value.__qualname__ + "."):
-            yield function.__code__
-
-
-def _postpones_annotations(value: Any) -> bool:
-    return any(code.co_flags & __future__.annotations.compiler_flag for code in _codes(value))
-
-
-def _named(value: Any, text: str) -> Iterator[tuple[str, Any]]:
-    """What the definition reads from around it, by name, as far as it is there now."""
-    around = _surroundings(value)
-    for name in sorted(_free_names(symtable.symtable(text, "captured", "exec")) & around.keys()):
-        yield name, around[name]
-
-
-def _chains(text: str) -> set[str]:
-    """The dotted names that the text reads: `urllib.request.urlopen`."""
-    nodes = ast.walk(ast.parse(text))
-    return {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and _is_chain(node)}
-
-
-def _is_chain(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_chain(node.value))
+def _text_of(node: Definition, lines: list[str]) -> str:
+    text = textwrap.dedent("".join(lines[_first_line(node) - 1 : node.end_lineno])).rstrip("\n")
+    with suppress(SyntaxError):
+        if ast.dump(ast.parse(text).body[0]) == ast.dump(node):
+            return text
+    return ast.unparse(node)  # dedenting changed a text of several lines
 
 
 def _free_names(table: symtable.SymbolTable) -> set[str]:
-    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    if table.get_type() == "module":
-        found = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.get_name() not in own}
-    else:
-        found = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
-    for child in table.get_children():
-        found |= _free_names(child)
-    return found - own if table.get_type() == "module" else found
+    """The names that a module reads from outside, and those of its own statements."""
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return names.union(*map(_free_names, table.get_children()))
 
 
-def _surroundings(value: Any) -> Mapping[str, Any]:
-    functions = [inspect.unwrap(value)] if not isinstance(value, type) else _methods(value)
-    around: dict[str, Any] = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
+def _scope_of(value: Any) -> Mapping[str, Any]:
+    """The values of the names around the definition: globals, and what a function closes over."""
+    scope: dict[str, Any] = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
+    functions = _functions(value)
     for function in functions:
-        around |= function.__globals__
+        scope |= function.__globals__
     for function in functions:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                around[name] = cell.cell_contents
-            except ValueError:  # not yet set
-                continue
-    return around
+            with suppress(ValueError):  # the cell is empty
+                scope[name] = cell.cell_contents
+    return scope
 
 
-def _methods(kind: type) -> list[FunctionType]:
-    held = (getattr(held, "__func__", getattr(held, "fget", held)) for held in vars(kind).values())
-    return [each for each in held if isinstance(each, FunctionType)]
+# refusals
 
 
-def _unreachable(module: str, who: str) -> ConfigError:
-    said = f"{who!r} is of the module {module!r}, which other processes cannot import." if who else f"{module!r} is not found."
+def _refuse_constant(value: Any, name: str) -> None:
+    """Refuse a number, a list and the like, which many modules hold and which does nothing."""
+    if type(value).__module__ == "builtins" and not callable(value):
+        what = {"solve": "agent"}.get(name, name.partition("_")[0])
+        how = "Pass a function, a class or an object of one, a name, or a path: 'module:name'."
+        raise ConfigError(f"{value!r:.60} is no {what}.", how)
+
+
+def _unreachable_error(name: str, module: str) -> ConfigError:
+    said = f"{name!r} is of the module {module!r}, which workers cannot import."
     return ConfigError(said, "Add its folder to PYTHONPATH, or start Python in its folder.")
 
 
-def _article(word: str) -> str:
-    return "an" if word[:1].lower() in "aeiou" else "a"
+def _with_article(word: str) -> str:
+    return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"

@@ -16,30 +16,30 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as keys of the config.
 
     Raises:
-        ConfigError: there is no such option, with the nearest; or its value is nothing that a config can hold.
+        ConfigError: there is no such option, with the nearest one; or a config cannot hold its value.
     """
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     leaves: dict[str, list[str]] = {}
     for key in KEYS:
         leaves.setdefault(key.rpartition(".")[2], []).append(key)
-    found: dict[str, Any] = {}
-    for given, value in options.items():
-        name = given if isinstance(value, Mapping) else OTHER_NAMES.get(given, given)
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        name = option if isinstance(value, Mapping) else OTHER_NAMES.get(option, option)
         if name in KEYS:
-            found[name] = value
+            values[name] = value
         elif name in sections and isinstance(value, Mapping):
-            found |= _of_section(dict(flatten({name: value})))
+            values |= _check_section(dict(flatten({name: value})))
         elif name in FLAGS:
-            found[FLAGS[name]] = value
+            values[FLAGS[name]] = value
         elif len(leaves.get(name, ())) == 1:
-            found[leaves[name][0]] = value
+            values[leaves[name][0]] = value
         elif name in leaves:
             raise ConfigError(f"The option {name!r} is ambiguous: {', '.join(leaves[name])}.", "Write its full name.")
         elif name in sections:
             raise ConfigError(f"{name!r} is a section of options, not {value!r:.40}.", f"Write {name}={{'KEY': VALUE}}.")
         else:
-            raise ConfigError(f"There is no option {name!r:.100}.", _way(name, {*KEYS, *FLAGS, *leaves}))
-    return {key: _held(key, value) for key, value in found.items()}
+            raise _no_option_error(name, {*KEYS, *FLAGS, *leaves})
+    return {key: _as_in_file(key, value) for key, value in values.items()}
 
 
 def keys_of_file(config: Any) -> dict[str, Any]:
@@ -56,34 +56,31 @@ def keys_of_file(config: Any) -> dict[str, Any]:
     return read_yaml(Path(config))
 
 
-def _of_section(found: dict[str, Any]) -> dict[str, Any]:
-    for key in found:
+def _check_section(values: dict[str, Any]) -> dict[str, Any]:
+    for key in values:
         if key not in KEYS:
-            raise ConfigError(f"There is no option {key!r:.100}.", _way(key, KEYS))
-    return found
+            raise _no_option_error(key, KEYS)
+    return values
 
 
-def _held(key: str, value: Any) -> Any:
-    """The value as a file has it: numbers of numpy are numbers.
+def _as_in_file(key: str, value: Any) -> Any:
+    """Return the value as a config file would have it: numbers of numpy become numbers.
 
     Raises:
         ConfigError: a file cannot have it.
     """
     try:
-        return json.loads(json.dumps(value, default=_plain))
+        return json.loads(json.dumps(value, default=lambda other: str(other) if isinstance(other, Path) else plain(other)))
     except (TypeError, ValueError, RecursionError) as error:
         said = f"The option {key!r} cannot be {value!r:.60}: {error}."
         raise ConfigError(said, "Pass objects as the Trainer's agent, env, rewards, hooks or algorithm.") from error
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else plain(value)
-
-
-def _way(name: str, known: Collection[str]) -> str:
-    """What to write in place of an option that there is none of."""
+def _no_option_error(name: str, known: Collection[str]) -> ConfigError:
     if name in elsewhere.OPTIONS:
-        way = elsewhere.OPTIONS[name]
-        return f"{way[:1].upper()}{way[1:]}."
-    near = did_you_mean(name[:100], known)
-    return near if near.startswith("Did") else "`agentrl config show` lists them."
+        advice = elsewhere.OPTIONS[name]
+        hint = f"{advice[:1].upper()}{advice[1:]}."
+    else:
+        near = did_you_mean(name[:100], known)
+        hint = near if near.startswith("Did") else "`agentrl config show` lists them."
+    return ConfigError(f"There is no option {name!r:.100}.", hint)

@@ -53,8 +53,8 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         """The run's full config, as submitted."""
-        found: Mapping[str, Any] = run_names.find_run(self._db, self.name)["config"]
-        return found
+        config: Mapping[str, Any] = run_names.find_run(self._db, self.name)["config"]
+        return config
 
     def curve(self) -> Curve:
         """Return the mean rewards of the finished iterations."""
@@ -180,15 +180,15 @@ class StoredPolicy:
             limits: `max_new_tokens`, `temperature` and the like, for this turn.
         """
         self._opened = self._opened or self.open()
-        asked = [Message("user", messages)] if isinstance(messages, str) else [message_of(each) for each in messages]
-        return self._opened.generate(asked, **limits).message
+        prompt = [Message("user", messages)] if isinstance(messages, str) else [message_of(message) for message in messages]
+        return self._opened.generate(prompt, **limits).message
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Save the policy as an ordinary model folder, with LoRA merged into its base.
 
         Raises:
-            ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
-            ModelError, CheckpointError: it cannot be made, and why.
+            ConflictError: the folder exists, and overwrite is False or agentrl did not write it.
+            ModelError, CheckpointError: it cannot be saved, and why.
         """
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.models.lookup import refuse_existing
@@ -208,18 +208,18 @@ class StoredPolicy:
             opened.close()
 
 
-def message_of(given: "Message | Mapping[str, Any]") -> Message:
+def message_of(message: "Message | Mapping[str, Any]") -> Message:
     """Convert a message from the format of the chat API.
 
     Raises:
         ConfigError: it has no role or no text.
     """
-    if isinstance(given, Message):
-        return given
-    role, content = given.get("role"), given.get("content")
+    if isinstance(message, Message):
+        return message
+    role, content = message.get("role"), message.get("content")
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
     if role not in roles or not isinstance(content, str):
-        raise ConfigError(f"A message needs one of the roles {', '.join(roles)} and a text, not {given!r:.100}.")
+        raise ConfigError(f"A message needs one of the roles {', '.join(roles)} and a text, not {message!r:.100}.")
     return Message(roles[role], content)
 
 
@@ -237,5 +237,5 @@ def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
 
 
 def _rows(kind: type[Any], db: Reader, listed: Any, of: type[Any], run: str, chosen: Mapping[str, Any]) -> Rows[Any, Any]:
-    asked = filter_of(of, {"run": run, **chosen})
-    return Rows(kind, lambda paging: listed(db, asked, paging), lambda row: row)
+    row_filter = filter_of(of, {"run": run, **chosen})
+    return Rows(kind, lambda paging: listed(db, row_filter, paging), lambda row: row)

@@ -1,4 +1,4 @@
-"""`agentrl.Trainer` submits and follows a run as the command line does."""
+"""`agentrl.Trainer`: submits a run as `agentrl submit` does, and follows it."""
 
 import json
 import sys
@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from agentrl.api import command_process, dataset_input, importable
-from agentrl.api.in_memory_model import GRPO
+from agentrl.api import command_process, dataset_input, notebook_source
+from agentrl.api.algorithms import GRPO, keys_of_algorithm
 from agentrl.api.options import keys_of, keys_of_file
 from agentrl.api.run import Run
 from agentrl.api.run_options import RunOptions
-from agentrl.api.store import Store
-from agentrl.api.store_location import InMemoryStore, StoreLocation
+from agentrl.api.store import InMemoryStore, Store, StoreLocation
 from agentrl.workflow.agents.classes import is_class_agent
 from agentrl.workflow.algorithms import Algorithm
 from agentrl.workflow.config import PROGRAM, DatasetConfig
@@ -24,43 +23,43 @@ from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.plugins import CODE_PREFIX, find
 
 if TYPE_CHECKING:
-    from agentrl.api.progress_display import Live
     from agentrl.workflow.trajectory import Episode
 
 Strategy = Literal["threads", "processes", "cluster"]
-EVAL_EVERY = 10
-"""How often a run measures itself on a val_dataset where nothing else is said."""
 STRATEGIES = ("threads", "processes", "cluster")
-GOES_ON = ("paused", "failed")
+DEFAULT_EVAL_EVERY = 10
+"""Iterations between two evaluations on a val_dataset."""
+RESUMABLE = ("paused", "failed", "running")
 PLAIN = "plain"
-"""The env of rows that come with rewards of their own."""
+"""The env of rows that have rewards of their own: no tools, no rewards."""
 
 
 class Trainer:
     """A trainer of a policy: `agentrl submit` from Python.
 
     Args:
-        algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved here and now.
-        agent: who decides an episode's turns: a function `solve(task, llm)`, sync or async, a class, its path, or
-            "cmd:PROGRAM ..."; None: the built-in loop, which an `Env`, its class, name or path means too: in that env. A
-            mapping is the section of the config, `{"timeout_seconds": 3600}`.
-        model: a name of the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
-        env: what the built-in loop acts in, and what rewards it: a name, a path, an `Env`, its class; None: the dataset's own.
-        rewards: functions of an episode, their paths, or names, several with their weights as a mapping. They are the run's:
-            rows then have the env "plain" where none is named, and what another gives counts only where it is named. Where an
-            agent works on rows that have no answer, what it returns is their reward.
+        algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved now.
+        agent: the agent to train: a function `solve(task, llm)`, sync or async, a class, its path, or "cmd:PROGRAM ...". None:
+            the built-in loop. An `Env`, its class, name or path means the built-in loop in that env. A mapping sets keys of the
+            config's section `agent`: `{"timeout_seconds": 3600}`.
+        model: a name on the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
+        env: the env of the built-in loop, and the source of its rewards: a name, a path, an `Env` or its class; None: the
+            dataset's.
+        rewards: functions of an episode, their paths or names; a mapping gives weights. Only these count: rewards of the env
+            are then recorded with weight 0, and rows without an env have the env "plain". Without any, the value that an agent
+            returns is the reward of rows that have no answer.
         hooks: `Hook` objects, classes or paths.
-        store: where its rows are: a data folder, a SQLite file, a URL, a `Store`; None: where the commands' are.
-        strategy: "processes": workers of this machine, started where none run; "threads": workers that are threads of this
-            process, for as long as `fit` waits: a debugger works, and functions are called as they are; "cluster": those of a
-            broker (AGENTRL_BROKER_URL), which are there already.
-        n_runners: agents at once, in workers that are started here.
-        config: a YAML file, beneath everything else.
-        options: any key of the config, by its flag's name (`group_size=8`), as a section (`rollout={"group_size": 8}`) or as
-            it is written in full (`**{"rollout.group_size": 8}`).
+        store: the store of the run: a data folder, a SQLite file, a URL, a `Store`; None: that of the commands.
+        strategy: "processes": workers of this machine, started if none run. "threads": workers in threads of this process while
+            `fit` waits; functions are called as they are, and a debugger works. "cluster": running workers of a broker
+            (AGENTRL_BROKER_URL).
+        n_runners: the number of concurrent agents in workers that are started here.
+        config: a YAML file; all other arguments override it.
+        options: any key of the config: by its flag's name (`group_size=8`), as a section (`rollout={"group_size": 8}`) or by
+            its full name (`**{"rollout.group_size": 8}`).
 
     Raises:
-        ConfigError: there is no such option, or an object is none that workers can have.
+        ConfigError: there is no such option, or workers cannot have an object.
     """
 
     def __init__(
@@ -88,10 +87,8 @@ class Trainer:
         self._agent, self._algorithm, self._env = agent, algorithm, env
         self._hooks, self._rewards = hooks, rewards
         self._keys = keys_of_file(config)
-        if isinstance(algorithm, type) and issubclass(algorithm, GRPO):
-            algorithm = algorithm()
-        if isinstance(algorithm, GRPO):
-            self._keys |= algorithm.keys(self._place.settings)
+        if isinstance(algorithm, GRPO) or (isinstance(algorithm, type) and issubclass(algorithm, GRPO)):
+            self._keys |= keys_of_algorithm(algorithm, self._place.settings.models_dir)
             self._algorithm = None
         self._keys |= keys_of(options)
         if isinstance(agent, Mapping):
@@ -106,16 +103,16 @@ class Trainer:
         """Return a Trainer for a stored run: `fit()` resumes the run if it has stopped, and follows it.
 
         Args:
-            more: `strategy` and `n_runners`, as ever.
+            more: `strategy` and `n_runners`, as in the Trainer.
 
         Raises:
             NotFoundError: there is no such run.
         """
         place = store if store is not None or not isinstance(run, Run) else run.store_url
-        made = cls(store=place, **more)
-        made.run = run if isinstance(run, Run) else made._place.open().run(run)
-        made._attached = made.run.name
-        return made
+        trainer = cls(store=place, **more)
+        trainer.run = run if isinstance(run, Run) else trainer._place.open().run(run)
+        trainer._attached = trainer.run.name
+        return trainer
 
     def fit(
         self,
@@ -128,17 +125,17 @@ class Trainer:
     ) -> Run:
         """Train to the end, and return the run.
 
-        Ctrl-C pauses the run, which loses nothing: `Trainer.attach(name).fit()` goes on.
+        Ctrl-C pauses the run without loss: `Trainer.attach(name).fit()` continues it.
 
         Args:
-            agent: as in the Trainer, in whose place it stands; rows here are the train_dataset.
-            train_dataset: a name, a file, rows as mappings, a Hugging Face dataset, a DataFrame.
-            val_dataset: the same, of tasks that it does not train on; the policy is measured on them.
-            wait: False: return once the run is submitted; its workers go on.
-            options: as in the Trainer, before which they come.
+            agent: overrides the Trainer's. Rows here are the train_dataset.
+            train_dataset: a name, a file, rows as mappings, a Hugging Face dataset or a DataFrame.
+            val_dataset: the same, of tasks that are not trained on; the policy is evaluated on them.
+            wait: False: return once the run is submitted; its workers continue.
+            options: override the Trainer's.
 
         Raises:
-            AgentRLError: what was asked cannot be trained, and why; or the run has ended otherwise than done.
+            AgentRLError: the run cannot be trained, and why; or it stopped before its end.
         """
         if self._is_threaded and not wait:
             said = "wait=False is impossible with threads: they train only while fit waits."
@@ -146,15 +143,15 @@ class Trainer:
         with self._workers():
             if self._attached is not None:
                 _refuse_new(agent, train_dataset, val_dataset, options)
-                name = self._go_on()
+                name = self._resume()
             else:
-                agent, train_dataset = _told_apart(agent, train_dataset)
+                agent, train_dataset = _agent_and_rows(agent, train_dataset)
                 name = self._submit(self.config(agent, train_dataset, val_dataset, **options))
             self.run = self._place.open().run(name)
             return self._follow(self.run) if wait else self.run
 
     def _workers(self) -> "AbstractContextManager[None]":
-        """The workers, where they are threads of this process; else they are there, or are started by the command."""
+        """Run the workers, if they are threads of this process; else the command starts them if none run."""
         if not self._is_threaded:
             return nullcontext()
         from agentrl.api.threaded_stack import at_work
@@ -173,16 +170,16 @@ class Trainer:
             The episodes, with their rewards.
 
         Raises:
-            AgentRLError: there is no such dataset or model, a reward raised, or there are more tasks than one tries.
+            AgentRLError: there is no such dataset or model, a reward raised, or there are too many tasks.
         """
         from agentrl.api.dev import try_agent
 
-        agent, train_dataset = _told_apart(agent, train_dataset)
+        agent, train_dataset = _agent_and_rows(agent, train_dataset)
         keys = self._keys | keys_of(options)
         keys |= self._dataset_keys(train_dataset, None)
-        agent, env = self._acting(agent)
+        agent, env = self._agent_and_env(agent)
         env = env if env is not None else keys.get("env")
-        rewards = {getattr(each, "__name__", str(each)): (each, weight) for each, weight in _weighed(self._rewards)}
+        rewards = {getattr(reward, "__name__", str(reward)): (reward, weight) for reward, weight in _weighed(self._rewards)}
         if env is None:
             env = PLAIN if rewards else _env_of(keys)
         keys = {key: value for key, value in keys.items() if key.partition(".")[0] not in ("agent", "env", "hooks", "rewards")}
@@ -197,7 +194,7 @@ class Trainer:
             ConfigError, DatasetError: as `fit`.
         """
         keys = self._keys | keys_of(options)
-        agent, env = self._acting(agent)
+        agent, env = self._agent_and_env(agent)
         keys |= self._named("algorithm.name", self._algorithm, "algorithm") | self._named("env", env, "env")
         keys |= self._named("agent.name", agent, "solve")
         _refuse_in_sandbox(keys)
@@ -206,40 +203,43 @@ class Trainer:
             keys["hooks"] = [*keys.get("hooks", ()), *hooks]
         weights = {self._path(reward, f"reward_{n}"): weight for n, (reward, weight) in enumerate(_weighed(self._rewards))}
         if "env" not in keys and is_rows(str(keys.get("dataset.name", ""))):
-            # what an agent returns is all that can score rows without references
+            # rows without references can only be scored by what an agent returns
             keys |= {"env": PLAIN} if weights or (agent is not None and _are_unanswered(train_dataset, keys)) else {}
         if weights:
             keys["rewards"] = dict(keys.get("rewards", {})) | weights
         return keys
 
-    def _acting(self, agent: Any) -> tuple[Any, Any]:
-        """(agent, env) of what was passed as the agent, which may be an env: then the built-in loop acts in it."""
+    def _agent_and_env(self, agent: Any) -> tuple[Any, Any]:
+        """Return (agent, env). An env that was passed as the agent means the built-in loop in that env."""
         agent = agent if agent is not None else self._agent
         if not _is_env(agent):
-            return agent, _made(self._env)
+            return agent, _env_object(self._env)
         if self._env is not None:
             raise ConfigError("agent= and env= both pass an env.", "Leave one out.")
-        return None, _made(agent)
+        return None, _env_object(agent)
 
     def _named(self, key: str, value: Any, name: str) -> dict[str, str]:
         return {} if value is None else {key: self._path(value, name)}
 
     def _path(self, value: Any, name: str) -> str:
         if self._is_threaded:
-            return importable.path_here(value, name, self._place.settings)
-        return importable.path_of(value, name, self._place.settings, self._is_local)
+            return notebook_source.path_here(value, name, self._place.settings)
+        return notebook_source.path_of(value, name, self._place.settings, self._is_local)
 
     def _dataset_keys(self, train: Any, val: Any) -> dict[str, Any]:
         keys: dict[str, Any] = {}
-        for section, what, given in (("dataset", "train", train), ("eval", "val", val)):
-            if given is None:
-                continue
-            named = dataset_input.name_of(given, what, self._place.settings)
-            keys["dataset.name" if section == "dataset" else "eval.dataset"] = named or self._path(given, f"{what}_dataset")
-            if section == "eval":
-                keys |= {"eval.every": self._keys.get("eval.every", EVAL_EVERY)}
-                keys |= {"eval.split": "train"} if is_file(str(named)) and "eval.split" not in self._keys else {}
+        if train is not None:
+            keys["dataset.name"] = self._dataset_name(train, "train")
+        if val is not None:
+            name = keys["eval.dataset"] = self._dataset_name(val, "val")
+            keys["eval.every"] = self._keys.get("eval.every", DEFAULT_EVAL_EVERY)
+            if is_file(name) and "eval.split" not in self._keys:
+                keys["eval.split"] = "train"
         return keys
+
+    def _dataset_name(self, dataset: Any, which: str) -> str:
+        written = dataset_input.name_of(dataset, which, self._place.settings)
+        return written or self._path(dataset, f"{which}_dataset")
 
     def _submit(self, keys: Mapping[str, Any]) -> str:
         with tempfile.TemporaryDirectory(prefix="agentrl-") as folder:
@@ -249,46 +249,39 @@ class Trainer:
                 from agentrl.api.threaded_stack import submit_here
 
                 return submit_here(file)
-            made = command_process.ask(self._place, "submit", "--config", str(file), "--json", environment=self._variables)
-        return str(made["run"])
+            answer = command_process.ask(self._place, "submit", "--config", str(file), "--json", environment=self._variables)
+        return str(answer["run"])
 
-    def _go_on(self) -> str:
+    def _resume(self) -> str:
         assert self.run is not None
         name, status = self.run.name, self.run.status
         if status == "cancelled":
             raise StateError(f"{name} was cancelled, and cannot continue.", "Fork an episode of it, or train a run anew.")
-        if self._is_threaded and (status in GOES_ON or status == "running"):
+        if status in RESUMABLE and self._is_threaded:
             from agentrl.api.threaded_stack import resume_here
 
             resume_here(name)
-        elif status in GOES_ON or status == "running":
+        elif status in RESUMABLE:
             command_process.ask(self._place, "resume", name, "--json", environment=self._variables)
         return name
 
     def _follow(self, run: Run) -> Run:
-        from agentrl.api.progress_display import Live
-
         try:
-            with Live(run) as live:
-                self._show(run, live)
+            command_process.follow(self._place, run)
         except KeyboardInterrupt:
             command_process.ask(self._place, "pause", run.name, "--json", quiet=True)
-            print(f"{run.name} is paused, and nothing is lost. Continue: {self._attaching(run)}", file=sys.stderr)
+            print(f"{run.name} is paused, and nothing is lost. Continue: {self._code_to_attach(run)}", file=sys.stderr)
             raise
         row = run.row
         if row.status != "done":
             raise StateError(
                 f"{run.name} is {row.status}{f': {row.reason}' if row.reason else ''}.",
-                f"After fixing that: {self._attaching(run)}",
+                f"After fixing that: {self._code_to_attach(run)}",
             )
         return run
 
-    def _attaching(self, run: Run) -> str:
+    def _code_to_attach(self, run: Run) -> str:
         return f"Trainer.attach({run.name!r}{', strategy=' + repr('threads') if self._is_threaded else ''}).fit()"
-
-    def _show(self, run: Run, live: "Live") -> None:
-        for line in command_process.follow(self._place, run.name):
-            live.show(line)
 
     def _strategy_variables(self, n_runners: int | None) -> dict[str, str]:
         broker = self._place.settings.broker_url
@@ -307,8 +300,8 @@ class Trainer:
         return f"<trainer{f' of {self.run.name}' if self.run is not None else ''}>"
 
 
-def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:
-    """(agent, rows): `fit(rows)` names no agent.
+def _agent_and_rows(agent: Any, train: Any) -> tuple[Any, Any]:
+    """Return (agent, rows): the first argument of `fit(rows)` is no agent.
 
     Raises:
         ConfigError: both are rows.
@@ -323,7 +316,7 @@ def _told_apart(agent: Any, train: Any) -> tuple[Any, Any]:
 
 
 def _is_env(agent: Any) -> bool:
-    """Whether what was passed as an agent is an env, its class, its name or its path."""
+    """Whether an agent is an env, its class, its name or its path."""
     if not isinstance(agent, str):
         return isinstance(agent, Env) or (isinstance(agent, type) and issubclass(agent, Env))
     if ":" not in agent:
@@ -332,17 +325,17 @@ def _is_env(agent: Any) -> bool:
     if agent.startswith(PROGRAM):
         return False
     try:
-        found = find("envs", agent)
-    except ConfigError:  # an agent, or nothing: then it is refused where the run is submitted
+        value = find("envs", agent)
+    except ConfigError:  # an agent, or nothing: then `agentrl submit` refuses it
         return False
-    return isinstance(found, Env)
+    return isinstance(value, Env)
 
 
-def _made(env: Any) -> Any:
-    """The env, made where its class was passed.
+def _env_object(env: Any) -> Any:
+    """Return the env; a class is called without arguments.
 
     Raises:
-        ConfigError: it cannot be made without arguments.
+        ConfigError: it needs arguments.
     """
     if not isinstance(env, type):
         return env
@@ -354,7 +347,7 @@ def _made(env: Any) -> Any:
 
 
 def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
-    """Whether the tasks are rows that were passed, none of which says what is right."""
+    """Whether the tasks are rows that were passed, and none has a reference."""
     return (
         not isinstance(train, str | Path) and train is not None and not dataset_input.has_references(Path(keys["dataset.name"]))
     )
@@ -362,9 +355,9 @@ def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
 
 def _env_of(keys: Mapping[str, Any]) -> str:
     """The env of the dataset that the keys name."""
-    asked = DatasetConfig()
+    config = DatasetConfig()
     split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
-    return env_of(asked.model_copy(update={"name": str(keys.get("dataset.name", asked.name))} | split))
+    return env_of(config.model_copy(update={"name": str(keys.get("dataset.name", config.name))} | split))
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:

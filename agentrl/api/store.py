@@ -1,14 +1,23 @@
-"""Read access to a store: `agentrl.open()`."""
+"""Stores: `agentrl.open()` reads one; `StoreLocation` says where that of a Trainer is."""
 
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from agentrl.api import episode, html
 from agentrl.api.episode import Episodes, StoredEpisode
 from agentrl.api.lists import Rows, Table
 from agentrl.api.run import Run, filter_of
-from agentrl.workflow.errors import ConfigError, NotFoundError
+from agentrl.workflow.errors import ConfigError, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings, is_url, settings
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import run_rows, user_sql
@@ -17,7 +26,11 @@ from agentrl.workflow.store.reads.run_rows import RunFilter
 from agentrl.workflow.tables.views import RunRow
 
 FILE = "agentrl.db"
-"""What a data folder's database is called."""
+"""The name of the database in a data folder."""
+MEMORY = ":memory:"
+SQLITE = "sqlite:///"
+COMMAND = (sys.executable, "-P", "-m", "agentrl.cli")
+"""The command line, which runs in a process of its own."""
 
 
 class Store:
@@ -100,27 +113,122 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
     """
     if not isinstance(place, str | PathLike | None):
         raise ConfigError(f"A store must be a folder, a file or a URL, not {place!r:.60}.")
-    where = settings() if place is None else _settings_of(str(fspath(place)))
+    where = settings() if place is None else _settings_of(fspath(place))
     file = user_sql.sqlite_file(where)
     if file is not None and not (file.is_file() and file.stat().st_size):
         raise NotFoundError(f"There is no store {str(file)!r}.", "Create one: agentrl submit --dataset gsm8k")
     return Store(where)
 
 
+class InMemoryStore:
+    """A store that is deleted with this process. It uses the models of the data folder."""
+
+    def __init__(self) -> None:
+        """Make its folder, which is removed when this process ends, after the workers in it were stopped."""
+        self.folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
+        atexit.register(self.close)
+        models = settings().models_dir
+        models.mkdir(parents=True, exist_ok=True)
+        (self.folder / "models").symlink_to(models)
+
+    def __fspath__(self) -> str:
+        """Return its folder, for `agentrl.open`."""
+        return str(self.folder)
+
+    def close(self) -> None:
+        """Stop its workers and remove it; repeatable."""
+        if self.folder.exists():
+            atexit.unregister(self.close)
+            if (self.folder / "stack").exists():
+                subprocess.run(
+                    [*COMMAND, "down"], env=StoreLocation.of(self.folder).environment(), capture_output=True, check=False
+                )
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        return f"<store in {str(self.folder)!r}, gone with this process>"
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """The location of runs, as settings for commands.
+
+    Args:
+        variables: environment variables, empty where one of this process is to be left out.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
+        """Return the location for a folder, a SQLite file, a URL or a store; None: the default of the commands.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        match store:
+            case None:
+                return cls()
+            case InMemoryStore():
+                return cls.of(store.folder)
+            case Store():
+                return cls({"AGENTRL_DATABASE_URL": store.url})
+            case str() | Path() if str(store).strip():
+                return cls(_variables_of(str(store)))
+        raise ConfigError(
+            f"A store must be a folder, a file, a URL or a Store, not {store!r:.80}.", 'For example: store="sqlite:///runs.db"'
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of a process that uses this location."""
+        names = {f"AGENTRL_{name.upper()}": name for name in Settings.model_fields}
+        given = {names[variable]: value for variable, value in self.variables.items() if variable in names}
+        return Settings.model_validate(settings().model_dump() | given)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of a process that uses this location."""
+        left_out = {name for name, value in self.variables.items() if not value}
+        return {name: value for name, value in {**os.environ, **self.variables, **more}.items() if name not in left_out}
+
+    def open(self) -> Store:
+        """Open the store for reading.
+
+        Raises:
+            NotFoundError: nothing is stored there yet.
+        """
+        return open_store(self.settings.database) if self.variables else open_store()
+
+
+def _variables_of(store: str) -> dict[str, str]:
+    if store == MEMORY:
+        raise ConfigError(
+            "InMemoryStore must be passed as an object, which several trainers may share.",
+            "Pass store=agentrl.InMemoryStore().",
+        )
+    path = Path(store).expanduser()
+    if is_url(store) or path.suffix in (".db", ".sqlite", ".sqlite3"):
+        return {"AGENTRL_DATABASE_URL": _database_url(store)}
+    if path.is_file():
+        raise ConfigError(f"{store!r} is not a name of a database file.", f"Pass {FILE}, or a folder.")
+    return {"AGENTRL_HOME": str(path.absolute()), "AGENTRL_DATABASE_URL": ""}
+
+
 def _settings_of(place: str) -> Settings:
     if not place:
         raise ConfigError("A store must be a folder, a file or a URL, not an empty text.")
-    url = place if is_url(place) else f"sqlite:///{_file_of(Path(place).expanduser())}"
-    here = settings()
-    if url == here.database:
-        return here
-    return here.model_copy(update={"database_url": url, "database_reader_url": ""})
+    here, url = settings(), _database_url(place)
+    return here if here.database in (place, url) else here.model_copy(update={"database_url": url, "database_reader_url": ""})
 
 
-def _file_of(path: Path) -> str:
-    from urllib.parse import quote
-
-    return quote(str((path / FILE if path.is_dir() else path).absolute()))
+def _database_url(place: str) -> str:
+    """The URL of the database that a URL, a file or a folder means; a relative path is made absolute."""
+    if place.startswith(SQLITE):
+        return f"{SQLITE}{Path(place.removeprefix(SQLITE)).expanduser().absolute()}"
+    if is_url(place):
+        return place
+    path = Path(place).expanduser()
+    return f"{SQLITE}{quote(str((path / FILE if path.is_dir() else path).absolute()))}"
 
 
 def _shown(url: str) -> str:
@@ -128,3 +236,21 @@ def _shown(url: str) -> str:
     head, at, tail = url.rpartition("@")
     scheme, marks, login = head.partition("://")
     return f"{scheme}{marks}{login.partition(':')[0]}{at}{tail}" if at else url
+
+
+def write_once(file: Path, text: str) -> None:
+    """Write a file of the data folder atomically, if it does not exist.
+
+    Raises:
+        ServiceError: it cannot be written.
+    """
+    if file.exists():
+        return
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        said = f"Cannot write to the folder {str(file.parent)!r}: {error.strerror or error}."
+        raise ServiceError(said, "Pass another store, or set AGENTRL_HOME to a folder of yours.") from error

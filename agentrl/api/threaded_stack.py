@@ -1,8 +1,7 @@
 """The strategy "threads": the stack's workers as threads of this process, over an in-memory broker and the store's rows.
 
-They are the workers of `agentrl up`: the same jobs, queues and control loop, the same endpoint and commits. Functions are
-called as they are, and a debugger stops them. What the process has one of (settings, database, model) is the run's for as long
-as it trains, and is put back and unloaded afterwards.
+They are the workers of `agentrl up`: the same jobs, queues, control loop, endpoint and commits. Functions are called as they
+are, and a debugger stops in them. Settings, database and model of this process are those of the run while it trains.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from typing import Any
 
 from celery.worker import state
 
-from agentrl.api.store_location import StoreLocation
+from agentrl.api.store import StoreLocation
 from agentrl.workers.jobs.model_slot import models
 from agentrl.workers.requests import submit
 from agentrl.workers.serving.endpoint import make_server, publish, serve
@@ -36,6 +35,7 @@ from agentrl.workflow.models.lookup import check_base
 from agentrl.workflow.resolve import resolve
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import control_reads, endpoint_reads, leases, planning
+from agentrl.workflow.store.connect import Database
 
 IN_MEMORY = {"AGENTRL_BROKER_URL": "", "AGENTRL_REDIS_SERVER": "none"}
 READY_SECONDS = 60.0
@@ -49,10 +49,10 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
     """Run the stack's workers for this location in threads until the `with` ends.
 
     Args:
-        variables: environment variables of the workers, beside the place's.
+        variables: environment variables of the workers, added to those of the place.
 
     Raises:
-        StateError: this process does so already, or workers of another one have this store.
+        StateError: this process runs them already, or workers of another process use this store.
     """
     if not _busy.acquire(blocking=False):
         raise StateError(
@@ -60,11 +60,11 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
         )
     with ExitStack() as stack:
         stack.callback(_busy.release)
-        stack.enter_context(_environment({**place.variables, **IN_MEMORY, **variables}))
+        stack.enter_context(_settings_of({**place.variables, **IN_MEMORY, **variables}))
         use_broker(settings())
         stack.enter_context(_control())
         stack.callback(models.close)
-        stack.enter_context(_endpoint())
+        stack.enter_context(_published_endpoint())
         stack.enter_context(_workers())
         yield
 
@@ -75,12 +75,12 @@ def submit_here(file: Path) -> str:
     Raises:
         AgentRLError: as `agentrl submit`.
     """
-    asked, _ = resolve(file, {}, (), os.environ)
-    if asked.source.given:
+    config, _ = resolve(file, {}, (), os.environ)
+    if config.source.given:
         raise ConfigError("Threads cannot train on stored episodes.", 'Pass strategy="processes".')
-    _refuse_overlap(asked)
+    _refuse_overlap(config)
     db = process.database()
-    prepared = submit.prepare(db, asked)
+    prepared = submit.prepare(db, config)
     for remark in prepared.remarks:
         print(remark, file=sys.stderr)
     return submit.submit(db, prepared).name
@@ -90,16 +90,17 @@ def resume_here(name: str) -> None:
     """Resume a paused, failed or stranded run.
 
     Raises:
-        AgentRLError: it cannot go on, or something that it names lives in another process.
+        AgentRLError: it cannot continue, or something that it names is in another process.
     """
     db = process.database()
     row = control_reads.load_run_to_serve(db, name)
     planning.check_resumable(row)
     check_base(row["base"], row["base_hash"])
-    made = Experiment.load(row["config"], row["weights"])
-    _refuse_overlap(made.config)
-    for look in (lambda: made.env, lambda: made.agent, lambda: made.judges, lambda: load_hooks(made.config.hooks)):
-        look()
+    experiment = Experiment.load(row["config"], row["weights"])
+    _refuse_overlap(experiment.config)
+    for part in ("env", "agent", "judges"):
+        getattr(experiment, part)  # raises if it cannot be found here
+    load_hooks(experiment.config.hooks)
     planning.resume(db, name)
 
 
@@ -109,28 +110,37 @@ def _refuse_overlap(config: RunConfig) -> None:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What this process has one of is that of these variables, and afterwards what it was."""
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process until the `with` ends."""
     before = {name: os.environ.get(name) for name in variables}
-    interval = sys.getswitchinterval()
-    process.forget()
     os.environ.update(variables)
-    sys.setswitchinterval(worker.SWITCH_SECONDS)
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
+    """Settings, database and switch interval of this process are those of a worker with these variables."""
+    interval = sys.getswitchinterval()
+    process.forget()
+    try:
+        with changed_environment(variables):
+            sys.setswitchinterval(worker.SWITCH_SECONDS)
+            yield
+    finally:
+        sys.setswitchinterval(interval)
         process.forget()
 
 
 @contextmanager
 def _control() -> Iterator[None]:
-    """Holds the lease of the control loop, so that no other one sends what is this process's.
+    """Hold the lease of the control loop, so that no other loop sends this process's messages.
 
     Raises:
-        StateError: another process keeps it.
+        StateError: another process holds it.
     """
     seconds = 3 * settings().tick_seconds + 2
     deadline = time.monotonic() + seconds + 1
@@ -155,7 +165,7 @@ def _workers() -> Iterator[None]:
     try:
         agents = settings().agents
         for roles, threads in ((["tools"], worker.CONCURRENCY["tools"]), (["rollout", "train"], both), (["agents"], agents)):
-            started.append(_started(roles, threads))  # one after the other: each reads the list of queues as it begins
+            started.append(_start_worker(roles, threads))  # in sequence: each reads the list of queues when it starts
         started.append(_thread("control", control_loop.run))
         yield
     finally:
@@ -165,18 +175,18 @@ def _workers() -> Iterator[None]:
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         state.should_stop = None
-        socket.setdefaulttimeout(timeout)  # workers that stop at the same time leave behind what each sets for its own end
+        socket.setdefaulttimeout(timeout)  # each worker sets it when it stops
 
 
-def _started(roles: list[str], threads: int) -> threading.Thread:
-    """A worker that has begun to read its queues.
+def _start_worker(roles: list[str], threads: int) -> threading.Thread:
+    """Start a worker, and return its thread once the worker reads its queues.
 
     Raises:
         ServiceError: it did not start.
     """
     ready = threading.Event()
-    made = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
-    thread = _thread("-".join(roles), made.start)
+    controller = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
+    thread = _thread("-".join(roles), controller.start)
     if not ready.wait(READY_SECONDS):
         raise ServiceError(f"The worker of {' and '.join(roles)} did not start.")
     return thread
@@ -189,29 +199,44 @@ def _thread(name: str, work: Callable[[], Any]) -> threading.Thread:
 
 
 @contextmanager
-def _endpoint() -> Iterator[None]:
-    """The endpoint that agents call, in a thread of its own, and its URL in the rows."""
-    where, db, listening = settings(), process.database(), bind(LOOPBACK, 0)
-    app = Endpoint(
-        Places(partial(endpoint_reads.find_places, db)),
-        EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds),
-    )
+def endpoint_thread(db: Database, lease_seconds: float | None = None) -> Iterator[str]:
+    """Serve the endpoint that agents call in a thread of its own, and yield its URL.
+
+    Args:
+        lease_seconds: publish the URL in the rows with this lease; None: do not publish it.
+    """
+    where, listening = settings(), bind(LOOPBACK, 0)
+    places = Places(partial(endpoint_reads.find_places, db))
+    limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
+    app = Endpoint(places, limits)
     server, url = make_server(app), url_of(listening)
 
     async def run() -> None:
-        publishing = asyncio.create_task(publish(db, url, where.lease_seconds))
+        publishing = asyncio.create_task(publish(db, url, lease_seconds)) if lease_seconds else None
         try:
             await serve(app, listening, server)
         finally:
-            publishing.cancel()
+            if publishing:
+                publishing.cancel()
 
-    leases.publish_service(db, endpoint_reads.ENDPOINT, url, where.lease_seconds)
     thread = _thread("endpoint", lambda: asyncio.run(run()))
     try:
-        yield
+        yield url
     finally:
         server.should_exit = True
         thread.join(STOP_SECONDS)
         listening.close()
-        with suppress(ServiceError):
-            leases.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)
+
+
+@contextmanager
+def _published_endpoint() -> Iterator[None]:
+    db, lease = process.database(), settings().lease_seconds
+    with ExitStack() as stack:
+        url = stack.enter_context(endpoint_thread(db, lease))
+        leases.publish_service(db, endpoint_reads.ENDPOINT, url, lease)
+        try:
+            yield
+        finally:
+            stack.close()  # first, because its thread publishes
+            with suppress(ServiceError):
+                leases.publish_service(db, endpoint_reads.ENDPOINT, url, 0.0)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.cli.chat_history import History
 from agentrl.cli.console import console, say, show_lines
 from agentrl.cli.keyboard import Keyboard, replace_invalid
 from agentrl.cli.turn_display import Voice
@@ -20,18 +19,6 @@ from agentrl.workflow.runtime.shown_text import one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
-
-HELP = (
-    ("/reset", "forget the conversation"),
-    ("/tools [on|off] [NAME]", "list the tools; switch all of them, or one, on or off"),
-    ("/temperature [X]", "sample at this temperature, above 0 and at most 10"),
-    ("/save FILE.jsonl", "append the conversation to a file for agentrl sft --dataset FILE.jsonl"),
-    ("/replay", "the conversation with its tokens and logprobs"),
-    ("/help", "this"),
-    ("/exit", "quit (Ctrl-D)"),
-    ('LINE\\ or """', "continues on the next line; three quotation marks start and end a block of lines"),
-    ("ctrl-C", "stop the answer. A line that starts with a space is a message, not a command"),
-)
 
 
 class Loading:
@@ -83,13 +70,13 @@ def chat_in_pipe(talk: "Talk") -> None:
 
 def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
     """Read messages and answer them until ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
-    keyboard = Keyboard(History(home / "chat_history"))
+    keyboard = Keyboard(home / "chat_history")
     say(greeting)
     while True:
         try:
-            words = keyboard.message()
-            if words:
-                _handle_line(loading, words)
+            text = keyboard.message()
+            if text:
+                _handle_line(loading, text)
         except EOFError:
             print(file=sys.stderr)
             return
@@ -103,22 +90,22 @@ def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
             say(" ".join(filter(None, (error.message, error.hint))))
 
 
-def _handle_line(loading: Loading, words: str) -> None:
-    command, _, given = words.partition(" ")
-    if command in COMMANDS:
-        COMMANDS[command](loading, given.strip())
-    elif words.startswith("/") and command[1:].isalpha():
-        hint = f"{did_you_mean(command, COMMANDS)} To send it as a message, start with a space."
-        raise ConfigError(f"There is no command {one_line(command)!r}.", hint)
+def _handle_line(loading: Loading, text: str) -> None:
+    name, _, argument = text.partition(" ")
+    if name in COMMANDS:
+        COMMANDS[name].run(loading, argument.strip())
+    elif text.startswith("/") and name[1:].isalpha():
+        hint = f"{did_you_mean(name, COMMANDS)} To send it as a message, start with a space."
+        raise ConfigError(f"There is no command {one_line(name)!r}.", hint)
     else:
-        _answer(loading.talk(), words.strip())
+        _answer(loading.talk(), text.strip())
 
 
-def _answer(talk: "Talk", words: str) -> None:
-    """Shows the answer as it is sampled; takes the question back if the answer is stopped or fails."""
+def _answer(talk: "Talk", question: str) -> None:
+    """Show the answer as it is sampled; take the question back if the answer is stopped or fails."""
     screen = console()
     try:
-        with closing(talk.answer(words, lambda thinks, opens: Voice(_screen_writer(screen), thinks, opens))) as lines:
+        with closing(talk.answer(question, lambda thinks, opens: Voice(_screen_writer(screen), thinks, opens))) as lines:
             for line in lines:
                 show_lines([line])
     except BaseException as error:
@@ -142,8 +129,9 @@ def _screen_writer(screen: Any) -> Callable[[str, str], None]:
 
 
 def _help(loading: Loading, given: str) -> None:
-    width = max(len(name) for name, _ in HELP)
-    show_lines((f"{name.ljust(width)}  {what}", "") for name, what in HELP)
+    lines = [*((f"{name} {command.arguments}".rstrip(), command.effect) for name, command in COMMANDS.items()), *KEYS]
+    width = max(len(left) for left, _ in lines)
+    show_lines((f"{left.ljust(width)}  {right}", "") for left, right in lines)
 
 
 def _reset(loading: Loading, given: str) -> None:
@@ -230,15 +218,27 @@ def _exit(loading: Loading, given: str) -> None:
     raise EOFError
 
 
-COMMANDS: dict[str, Callable[[Loading, str], None]] = {
-    "/help": _help,
-    "/reset": _reset,
-    "/tools": _tools,
-    "/temperature": _temperature,
-    "/save": _save,
-    "/replay": _replay,
-    "/exit": _exit,
+class Command(NamedTuple):
+    """A command of the chat: what runs, and its line in /help."""
+
+    run: Callable[[Loading, str], None]
+    arguments: str
+    effect: str
+
+
+COMMANDS = {
+    "/reset": Command(_reset, "", "forget the conversation"),
+    "/tools": Command(_tools, "[on|off] [NAME]", "list the tools; switch all of them, or one, on or off"),
+    "/temperature": Command(_temperature, "[X]", "sample at this temperature, above 0 and at most 10"),
+    "/save": Command(_save, "FILE.jsonl", "append the conversation to a file for agentrl sft --dataset FILE.jsonl"),
+    "/replay": Command(_replay, "", "the conversation with its tokens and logprobs"),
+    "/help": Command(_help, "", "this"),
+    "/exit": Command(_exit, "", "quit (Ctrl-D)"),
 }
+KEYS = (
+    ('LINE\\ or """', "continues on the next line; three quotation marks start and end a block of lines"),
+    ("ctrl-C", "stop the answer. A line that starts with a space is a message, not a command"),
+)
 
 
 def _read_lines() -> Iterator[str]:

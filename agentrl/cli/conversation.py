@@ -5,7 +5,6 @@ Turns are kept as the sampled token ids, so that the next turn continues them ex
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from agentrl.cli.turn_display import Voice, turn_lines
 from agentrl.workflow.agent import observe, refusal
@@ -14,8 +13,8 @@ from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.runtime.shown_text import Line
-from agentrl.workflow.tools import Tool, run_within
-from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.tools import Tool
+from agentrl.workflow.tools.python import Notebook
 from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, ToolResult
 
@@ -169,10 +168,8 @@ class Talk:
         refused = refusal(call, index, self.offered_tools, self.policy.limits)
         if refused is not None:
             return refused
-        tool = self.tools[call.name]
         try:
-            limit = None if keeps_session(tool) else tool.timeout_seconds
-            return run_within(tool, partial(self._notebook.run, tool, call.arguments), limit)
+            return self._notebook.call(self.tools[call.name], call.arguments)
         except KeyboardInterrupt:
             self._forget_names()
             raise

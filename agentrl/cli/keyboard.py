@@ -1,31 +1,46 @@
-"""Messages typed at a terminal, of one line or several, with readline for editing and history.
+"""Messages typed at a terminal, of one line or several, with readline for editing, and the file that remembers them.
 
 A line that ends in a backslash goes on in the next one; three quotation marks begin a block that ends with three more.
+
+The first line of the history file is a header, each other line a message as a JSON string. A file without the header is never
+changed.
 """
 
+import json
+import os
+import stat
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from agentrl.cli.chat_history import History
+from agentrl.cli.console import say
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import clean
 
 BLOCK = '"""'
 MAX_MESSAGE_CHARS = 1_000_000
-"""The most characters of a message."""
+HEADER = "agentrl chat history 1"
+MAX_MESSAGES = 1000
+"""The most messages that are remembered."""
+MAX_REMEMBERED_CHARS = 10_000
+"""The most characters of a message that is remembered."""
+MAX_FILE_BYTES = 1 << 20
+"""A larger history file is not ours. The older half is removed at half this size."""
 
 
 class Keyboard:
     """A person's terminal.
 
     Args:
-        history: the earlier messages.
+        history: the file of earlier messages.
     """
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self, history: Path) -> None:
+        self._history = History(history)
         self._readline: Any = _find_readline()
         self._last = ""
-        for message in history.read() if self._readline else ():
+        for message in self._history.read() if self._readline else ():
             self._readline.add_history(message)
 
     def message(self) -> str:
@@ -47,24 +62,23 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one line or several; `line` takes a prompt and return the next line.
+    """Read a message of one line or several; `line` takes a prompt and returns the next line.
 
     Raises:
         ConfigError: the message is too long.
     """
     first = line("> ")
-    begun = first.lstrip().removeprefix(BLOCK)
-    block = begun != first.lstrip()
-    lines = [begun if block else first]
-    typed = len(first)
-    while not lines[-1].rstrip().endswith(BLOCK) if block else lines[-1].endswith("\\"):
-        if not block:
+    is_block = first.lstrip().startswith(BLOCK)
+    lines = [first.lstrip().removeprefix(BLOCK) if is_block else first]
+    chars = len(first)
+    while not lines[-1].rstrip().endswith(BLOCK) if is_block else lines[-1].endswith("\\"):
+        if not is_block:
             lines[-1] = lines[-1][:-1]
         lines.append(line("... "))
-        typed += len(lines[-1]) + 1
-        if typed > MAX_MESSAGE_CHARS:
+        chars += len(lines[-1]) + 1
+        if chars > MAX_MESSAGE_CHARS:
             raise ConfigError(f"The message was not sent: it has more than {MAX_MESSAGE_CHARS} characters.", "Shorten it.")
-    if block:
+    if is_block:
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
     return "\n".join(lines).strip("\n")
 
@@ -83,3 +97,76 @@ def _find_readline() -> Any:
     readline.clear_history()
     readline.set_auto_history(False)
     return readline
+
+
+class History:
+    """A file of bounded size with the messages of earlier chats; it stays as it is if it is not ours or cannot be opened."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._is_usable = True
+
+    def read(self) -> list[str]:
+        """Return the newest messages, oldest first. If the file is not ours, print a warning and remember nothing more."""
+        try:
+            return self._entries()[-MAX_MESSAGES:]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+        return []
+
+    def add(self, message: str) -> None:
+        """Add a message."""
+        if not self._is_usable or len(message) > MAX_REMEMBERED_CHARS:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._file, "ab", buffering=0, opener=_open_private) as file:
+                size = file.tell()
+                file.write(("" if size else f"{HEADER}\n").encode() + f"{json.dumps(message)}\n".encode())
+            if size > MAX_FILE_BYTES // 2:
+                self._shorten()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError | ValueError) -> None:
+        self._is_usable = False
+        why = f"cannot be opened: {error.strerror}" if isinstance(error, OSError) else str(error)
+        say(f"Input is not saved for the next chat: {str(self._file)!r} {why}.")
+
+    def _entries(self) -> list[str]:
+        """Read the file; raise ValueError if it is not ours."""
+        with open(self._file, "rb", opener=_open_private) as file:
+            status = os.fstat(file.fileno())
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
+            data = file.read(MAX_FILE_BYTES) if is_ours else b""
+        try:
+            lines = data.decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError("is not a chat history of agentrl: it is not text") from error
+        if not is_ours or (data and lines[0] != HEADER):
+            raise ValueError("is not a chat history of agentrl")
+        return [message for line in lines[1:] if (message := _message_of(line))]
+
+    def _shorten(self) -> None:
+        entries = self._entries()
+        text = "".join(f"{json.dumps(message)}\n" for message in entries[len(entries) // 2 :][-MAX_MESSAGES:])
+        with tempfile.NamedTemporaryFile(dir=self._file.parent, prefix=".history.", delete=False) as temporary:
+            temporary.write(f"{HEADER}\n{text}".encode())
+        os.replace(temporary.name, self._file)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner reads; follow no link and wait for no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _message_of(line: str) -> str:
+    """The message in a line of the file; empty if there is none, or one with characters that no keyboard types."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    is_text = isinstance(message, str) and bool(message.strip()) and len(message) <= MAX_REMEMBERED_CHARS
+    return message if is_text and clean(message) == message else ""

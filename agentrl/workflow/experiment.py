@@ -5,7 +5,7 @@ A part is found when it is first asked for, and kept: a tools worker need not ha
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -27,10 +27,12 @@ class Experiment:
     Args:
         config: the run's config.
         stored_weights: reward -> weight, as a run's rows have them; unset: those of the env and the config.
+        resources: texts that replace the env's system prompt and the descriptions of tools.
     """
 
     config: RunConfig
     stored_weights: Mapping[str, float] | None = None
+    resources: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
@@ -41,30 +43,28 @@ class Experiment:
         stored = {**config, **({"algorithm": algorithm} if algorithm else {})}
         return cls(RunConfig.model_validate(stored, context={"stored": True}), weights)
 
+    def reading(self, resources: Mapping[str, str]) -> "Experiment":
+        """Return the same with these texts; those of a run with an agent reach the agent instead."""
+        return self if self.config.agent is not None or not resources else replace(self, resources=resources)
+
     @cached_property
     def env(self) -> Env:
         """The env that the agent acts in; an empty one if none is named."""
         env: Env = find("envs", self.config.env) if self.config.env is not None else Env()
+        if SYSTEM_PROMPT not in self.resources:
+            return env
+        env = copy(env)  # its class may have an `__init__` of its own, so that `replace` would fail
+        object.__setattr__(env, "system_prompt", self.resources[SYSTEM_PROMPT])
         return env
-
-    def reading(self, resources: Mapping[str, str]) -> "Experiment":
-        """Return the same with these texts: the env's system prompt, and what tools say of themselves."""
-        if self.config.agent is not None or not resources:
-            return self
-        experiment = replace(self)
-        descriptions = {name.removeprefix(TOOL): text for name, text in resources.items() if name.startswith(TOOL)}
-        tools = {
-            name: tool.described(descriptions[name]) if name in descriptions else tool for name, tool in self.tools.items()
-        }
-        env = copy(self.env)  # a user's own class may not be made of its fields alone
-        object.__setattr__(env, "system_prompt", resources.get(SYSTEM_PROMPT, env.system_prompt))
-        vars(experiment).update(env=env, tools=tools)
-        return experiment
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools that the model may call, by the name that it writes; none where an agent brings its own."""
-        return {} if self.config.agent is not None else offered_tools(self.env, self.config)
+        if self.config.agent is not None:
+            return {}
+        texts = {name.removeprefix(TOOL): text for name, text in self.resources.items() if name.startswith(TOOL)}
+        tools = offered_tools(self.env, self.config)
+        return {name: tool.described(texts[name]) if name in texts else tool for name, tool in tools.items()}
 
     @cached_property
     def agent(self) -> Callable[..., Any] | None:

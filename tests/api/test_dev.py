@@ -119,6 +119,14 @@ def test_without_an_agent_the_built_in_loop_is_tried(model: str, capsys: pytest.
     assert capsys.readouterr().out.count("=== task") == 3
 
 
+def test_dev_weighs_rewards_as_a_run_does(model: str) -> None:
+    """With the built-in loop too: a named reward has its weight, and the env's own are then recorded with weight 0."""
+    trial = trainer(model, rewards={long: 0.5}, env="arithmetic", max_steps=1)
+    (episode,) = trial.dev(train_dataset=ROWS[:1])
+    assert episode.rewards == {"numeric_answer": episode.rewards["numeric_answer"], "long": long(episode)}
+    assert episode.reward == 0.5 * long(episode) > 0
+
+
 def raises(episode: agentrl.Episode) -> float:
     """No reward."""
     raise ValueError("no")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.api.importable import path_here
+from agentrl.api.notebook_source import path_here
 from agentrl.workers.agents import called_agents
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError, StateError

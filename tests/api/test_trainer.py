@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import agentrl
 from agentrl.api import command_process
-from agentrl.api.store_location import StoreLocation
+from agentrl.api.store import StoreLocation
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError
@@ -285,6 +286,25 @@ def test_an_error_of_a_command_comes_back_as_what_it_was() -> None:
         assert (back.exit_code, back.message, back.hint) == (error.exit_code, error.message, error.hint)
     assert type(command_process.error_of(1, "")) is agentrl.AgentRLError
     assert str(command_process.error_of(77, "")) == "The command ended with 77."
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
+def test_follow_draws_the_growing_curve_in_a_notebook(monkeypatch: pytest.MonkeyPatch, own_database: Database) -> None:
+    """Once at the start, with each line, and once at the end."""
+    start(own_database, submission("followed"))
+    planning.stop(own_database, "followed", "cancelled", "by hand")
+    run = agentrl.open(str(own_database.url)).run("followed")
+    place = StoreLocation.of(agentrl.open(str(own_database.url)))
+    drawn: list[object] = []
+    shell, display = ModuleType("IPython"), ModuleType("IPython.display")
+    vars(shell)["get_ipython"] = lambda: SimpleNamespace(kernel=object())
+    vars(display)["display"] = lambda curve, display_id: drawn.append(curve) or SimpleNamespace(update=drawn.append)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    command_process.follow(place, run)
+    assert len(drawn) >= 3
+    assert {type(curve) for curve in drawn} == {agentrl.Curve}
 
 
 def test_a_store_may_be_a_folder_a_file_a_url_or_one_that_goes_with_the_process(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cli.chat_history import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, History
-from agentrl.cli.keyboard import read_message
+from agentrl.cli.keyboard import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, History, read_message
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.errors import ConfigError

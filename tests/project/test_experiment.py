@@ -25,3 +25,14 @@ def test_a_stored_experiment_scores_by_the_weights_of_its_rows() -> None:
     stored = Experiment.load(asked.config.model_dump(mode="json"), {"length": 2.0})
     assert (stored.config, stored.weights, stored.judges) == (asked.config, {"length": 2.0}, {})
     assert stored.scoring_hash() != asked.scoring_hash()
+
+
+def test_experiment_reads_the_texts_of_a_search() -> None:
+    """The plug-ins themselves stay as they are, and an agent's run leaves the texts to the agent."""
+    plain = Experiment(build({"env": "math"}))
+    reads = plain.reading({"system_prompt": "Add.", "tool:calculator": "Adds."})
+    assert (reads.env.system_prompt, reads.tools["calculator"].schema["function"]["description"]) == ("Add.", "Adds.")
+    assert plain.env.system_prompt != "Add."
+    assert plain.tools["calculator"].schema["function"]["description"] != "Adds."
+    agents = Experiment(build({"env": "math", "agent.name": "my_agent:solve"}))
+    assert agents.reading({"system_prompt": "Add."}) is agents

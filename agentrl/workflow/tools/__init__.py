@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -257,7 +258,7 @@ def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None)
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             answer.set_exception(error)
 
-    threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(call,), daemon=True).start()
     try:
         result = answer.result(seconds)
     except BaseException as error:  # anybody's code, even `exit()`; its errors are shown to the model and the user

@@ -10,6 +10,7 @@ offers this tool is refused, and the message says what to install.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 from agentrl.workflow.errors import AgentRLError, CodeFailure, ConfigError, InfraError, ToolFailure
@@ -17,7 +18,7 @@ from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.sandbox import MIB, CodeResult, Limits, Sandbox, Session
 from agentrl.workflow.sandbox.find import find_sandbox
 from agentrl.workflow.settings import settings
-from agentrl.workflow.tools import Tool, clip, failure
+from agentrl.workflow.tools import Tool, clip, failure, run_within
 from agentrl.workflow.trajectory import Exit, ToolResult
 
 CPU_SECONDS = 5.0
@@ -130,6 +131,11 @@ class Notebook:
             return tool.cell(self._session(tool), arguments) if keeps_session(tool) else tool.run(arguments)
         except ToolFailure as error:
             return failure(tool, error)
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run the tool in a thread of its own and within its time limit; whatever it raises is a result for the model."""
+        limit = None if keeps_session(tool) else tool.timeout_seconds  # a session has its own limit
+        return run_within(tool, partial(self.run, tool, arguments), limit)
 
     def _session(self, tool: CodeTool) -> Session:
         if tool.name not in self._sessions:

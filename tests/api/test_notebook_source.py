@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.api.importable import path_of
-from agentrl.api.notebook_source import Captured, Importable, literal
+from agentrl.api.notebook_source import SourceModule, literal, path_of
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import code_folder, find
 from agentrl.workflow.settings import settings
-
-ROOT = Path(__file__).parents[2]
-HERE = Importable([str(ROOT), *sys.path])
 
 CELL = '''
 import json
@@ -120,40 +116,40 @@ def loaded(text: str, folder: Path) -> Any:
 
 
 def test_a_function_takes_along_what_it_names_and_does_the_same(cell: Any, tmp_path: Path) -> None:
-    made = Captured(HERE)
+    made = SourceModule()
     made.add("solve", cell.solve)
     assert loaded(made.text, tmp_path).solve("t", None) == cell.solve("t", None)
-    for absent in ("Path", "LOCK", "Solver", "class ", "clash"):
+    for absent in ("Path", "LOCK", "Solver", "class ", "clash", "__main__"):
         assert absent not in made.text
 
 
 def test_a_part_of_a_package_is_imported_too(cell: Any, tmp_path: Path) -> None:
-    made = Captured(HERE)
+    made = SourceModule()
     made.add("parts", cell.parts)
     assert "import urllib.request\n" in made.text
     assert loaded(made.text, tmp_path).parts("t", None) == cell.parts("t", None)
 
 
 def test_a_class_takes_its_bases_along_and_an_object_what_it_holds(cell: Any, tmp_path: Path) -> None:
-    made = Captured(HERE)
+    made = SourceModule()
     made.add_instance("mine", cell.solver)
     assert loaded(made.text, tmp_path).mine.rollout("t", None) == cell.solver.rollout("t", None)
 
 
 def test_a_function_made_by_another_takes_what_it_closes_over(cell: Any, tmp_path: Path) -> None:
-    made = Captured(HERE)
+    made = SourceModule()
     made.add("inside", cell.inside)
     assert loaded(made.text, tmp_path).inside("t", None) == 43
 
 
 def test_a_name_that_is_not_there_yet_is_left_to_say_so_itself(cell: Any, tmp_path: Path) -> None:
-    made = Captured(HERE)
+    made = SourceModule()
     made.add("missing", cell.missing)
     with pytest.raises(NameError, match="not_made_yet"):
         loaded(made.text, tmp_path).missing("t", None)
 
 
-REFUSED: dict[str, tuple[Callable[[Captured, Any], None], str]] = {
+REFUSED: dict[str, tuple[Callable[[SourceModule, Any], None], str]] = {
     "a lock": (lambda made, cell: made.add("holds", cell.holds), "'holds' uses 'LOCK', a lock of this process"),
     "what an object holds": (lambda made, cell: made.add_instance("x", cell.locked), "The Solver holds 'bias', a lock"),
     "a lambda": (
@@ -167,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[Captured, Any], None], str]] = {
 def test_what_lives_in_this_process_alone_is_refused_with_what_to_do(cell: Any, name: str) -> None:
     take, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said):
-        take(Captured(HERE), cell)
+        take(SourceModule(), cell)
 
 
 def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +178,7 @@ def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, 
 def test_a_source_that_is_gone_is_said_to_be(cell: Any) -> None:
     linecache.cache["<ipython-input-1-abc>"] = (0, None, [], "<ipython-input-1-abc>")
     with pytest.raises(ConfigError, match=r"The source of 'even' is not available\. Move it"):
-        Captured(HERE).add("even", cell.even)
+        SourceModule().add("even", cell.even)
 
 
 @dataclass

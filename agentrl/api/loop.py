@@ -6,14 +6,13 @@
             trainer.update(worker.run_episodes(tasks, group_size=8))
         trainer.save("better")
 
-The same policy, template, tools, rewards and update as a run's, without its rows: nothing is resumed or sent, and what is kept
-is what was saved.
+The policy, template, tools, rewards and update are those of a run. There is no database: nothing can be resumed.
 """
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,12 +21,14 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+from agentrl.api.algorithms import GRPO, keys_of_algorithm
 from agentrl.api.options import keys_of
 from agentrl.workers.stack.process import base_hashes
 from agentrl.workflow import checkpoints, emitters, trainers
 from agentrl.workflow.agent import CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.algorithms import resolve_run
 from agentrl.workflow.annotations import Annotation
+from agentrl.workflow.chat.templates import resolve_chat
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets.jsonl import read_rows
 from agentrl.workflow.envs import Env, score_episode
@@ -35,25 +36,23 @@ from agentrl.workflow.errors import ConfigError, DatasetError, RewardError, Stat
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.plugins import find
-from agentrl.workflow.rewards import Reward, assign_rewards, numbers, part_of
+from agentrl.workflow.rewards import Part, Reward, assign_rewards, numbers, part_of
 from agentrl.workflow.settings import settings
-from agentrl.workflow.tools import Tool, run_within
-from agentrl.workflow.tools.python import Notebook, keeps_session
+from agentrl.workflow.tools.python import Notebook
 from agentrl.workflow.training.merging import merge
 from agentrl.workflow.trajectory import Episode, Group, PolicyRef, Step, Task, ToolCall, ToolResult
 
-AT_ONCE = 64
-"""Episodes that are sampled at once."""
+MAX_CONCURRENT_EPISODES = 64
 
 
 class RolloutWorker:
     """A sampler of episodes with an open policy: turns, tool calls, rewards.
 
     Args:
-        policy: open, and left open.
-        env: what the policy acts in: an `Env`, its name or path.
-        rewards: functions of an episode by name, beside those of the env, with weight 1.
-        limits: options of a rollout in place of the policy's: `max_steps`, `temperature` and the like.
+        policy: an open policy, which stays open.
+        env: the env of the episodes: an `Env`, its name or path.
+        rewards: functions of an episode by name, added to those of the env, each with weight 1.
+        limits: options of a rollout that override the policy's: `max_steps`, `temperature` and the like.
 
     Raises:
         ConfigError: there is no such env or option.
@@ -76,10 +75,10 @@ class RolloutWorker:
             task: a Task, a row (`question`, `answer`), or a question.
 
         Raises:
-            RewardError: a reward raised, or gave what is no number.
+            RewardError: a reward raised, or did not return a number.
             ModelError, ConfigError: the policy cannot sample it.
         """
-        return self._run(task_of(task), next(self._numbers))
+        return self._score(self.sample_episode(task_of(task), next(self._numbers)))
 
     def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", group_size: int = 1) -> list[Episode]:
         """Sample several episodes of each task together, and return them in the order of the tasks.
@@ -87,83 +86,98 @@ class RolloutWorker:
         Raises:
             As `run_episode`.
         """
-        wanted = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(group_size)]
-        with ThreadPoolExecutor(max(1, min(len(wanted), AT_ONCE))) as pool:
-            return list(pool.map(lambda each: self._run(*each), wanted))
+        numbered = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(group_size)]
+        with ThreadPoolExecutor(max(1, min(len(numbered), MAX_CONCURRENT_EPISODES))) as pool:
+            return list(pool.map(lambda pair: self._score(self.sample_episode(*pair)), numbered))
 
-    def _run(self, task: Task, number: int) -> Episode:
+    def sample_episode(self, task: Task, number: int) -> Episode:
+        """Sample one episode to its end, without rewards. Another number draws another episode.
+
+        Raises:
+            ModelError, ConfigError: the policy cannot sample it.
+        """
         notebook = Notebook()
-        schemas = list(self._tools.values())
+        tools = list(self._tools.values())
         episode = Episode(task, sample=number, id=number, status="running", limits=self.limits)
-        changed = {name: value for name, value in self.limits.model_dump().items() if name != "engine"}
+        limits = {name: value for name, value in self.limits.model_dump().items() if name != "engine"}
         try:
             while True:
                 match next_action(episode, self.env, self.limits):
                     case Generate(messages):
-                        step = self.policy.generate(messages, schemas, episode.steps, number, **changed)
-                        episode = episode.with_step(step)
+                        episode = episode.with_step(self.policy.generate(messages, tools, episode.steps, number, **limits))
                     case CallTools(step):
-                        results = self._results(notebook, step)
-                        said = (replace(each, step=step.index) for result in results for each in result.annotations)
-                        episode = replace(episode, annotations=(*episode.annotations, *said))
+                        results = tuple(
+                            self._call(notebook, step, index, call) for index, call in enumerate(step.message.tool_calls)
+                        )
+                        emitted = [replace(each, step=step.index) for result in results for each in result.annotations]
+                        episode = replace(episode, annotations=(*episode.annotations, *emitted))
                         episode = episode.with_step(replace(step, results=results))
                     case Finish(reason):
-                        return self._scored(replace(episode, stop_reason=reason, status="done"))
+                        return replace(episode, stop_reason=reason, status="done")
         finally:
             notebook.close()
 
-    def _results(self, notebook: Notebook, step: Step) -> tuple[ToolResult, ...]:
-        return tuple(self._result(notebook, step, index, call) for index, call in enumerate(step.message.tool_calls))
-
-    def _result(self, notebook: Notebook, step: Step, index: int, call: ToolCall) -> ToolResult:
+    def _call(self, notebook: Notebook, step: Step, index: int, call: ToolCall) -> ToolResult:
         refused = refusal(call, index, self._tools, self.limits)
         if refused is not None:
             return refused
-        tool: Tool = self._tools[call.name]
-        limit = None if keeps_session(tool) else tool.timeout_seconds
-        said: list[Annotation] = []
+        annotations: list[Annotation] = []
+        with emitters.collected(annotations, "tool", f"call:{step.index}:{index}"):
+            result = notebook.call(self._tools[call.name], call.arguments)
+        return replace(result, annotations=tuple(annotations))
 
-        def run() -> ToolResult:
-            with emitters.collected(said, "tool", f"call:{step.index}:{index}"):
-                return notebook.run(tool, call.arguments)
+    def _score(self, episode: Episode) -> Episode:
+        if not episode.task.reference and not self._rewards:
+            return episode  # nothing tells a right answer
+        parts = score_episode(self.env, episode, self.env.rewards)
+        return assign_rewards(episode, parts | reward_parts(self._rewards, episode), self.env.rewards)
 
-        return replace(run_within(tool, run, limit), annotations=tuple(said))
 
-    def _scored(self, ended: Episode) -> Episode:
-        if not ended.task.reference and not self._rewards:
-            return ended  # nothing says what is right
-        parts = score_episode(self.env, ended, self.env.rewards)
-        own = {
-            name: part_of(numbers(judged(reward, name, ended)), len(ended.steps), name)
-            for name, reward in self._rewards.items()
-        }
-        return assign_rewards(ended, parts | own, self.env.rewards)
+def reward_parts(rewards: Mapping[str, Reward], episode: Episode) -> dict[str, Part]:
+    """Return what each reward gives to the episode, by name.
+
+    Raises:
+        RewardError: a reward raised, or did not return a number.
+    """
+    parts = {}
+    for name, reward in rewards.items():
+        try:
+            value = reward(episode)
+        except Exception as error:
+            raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
+        parts[name] = part_of(numbers(value), len(episode.steps), name)
+    return parts
 
 
 class GRPOTrainer:
-    """A trainer of an open policy: GRPO, or another algorithm by its name.
+    """A trainer of an open policy.
 
     Args:
-        policy: what is sampled from; after each update it is the better one.
-        algorithm: as a run's.
-        options: as a run's: `learning_rate`, `lora_r` is the model's and not to be named here.
+        policy: an open policy; each update changes it.
+        algorithm: a name as in a run's config, or `GRPO(...)`, whose model is the open one.
+        options: as a run's: `learning_rate`, `kl_coef`. Those of the model are chosen when the policy is opened.
 
     Raises:
         ConfigError: there is no such algorithm or option.
     """
 
-    def __init__(self, policy: OpenPolicy, algorithm: str = "grpo", **options: Any) -> None:
-        keys = keys_of(options) | {"algorithm.name": algorithm}
-        if fixed := [key for key in keys if key.startswith("model.")]:
-            raise ConfigError(f"{fixed[0]} cannot change: the model is already open.", "Set it in open_policy.")
+    def __init__(self, policy: OpenPolicy, algorithm: "str | GRPO | type[GRPO]" = "grpo", **options: Any) -> None:
+        keys = keys_of_algorithm(algorithm, settings().models_dir) | keys_of(options)
         limits = {f"rollout.{name}": value for name, value in policy.limits.model_dump().items()}
-        model = {f"model.{name}": value for name, value in policy.policy.config.model_dump().items()}
-        self._config = resolve_run(build(limits | model | keys))
+        model = policy.policy.config
+        config = build(limits | {f"model.{name}": value for name, value in model.model_dump().items()} | keys)
+        asked = resolve_chat(config.model, policy.policy.folder).model_dump()
+        for key in keys:
+            section, _, name = key.partition(".")
+            if section == "model" and asked[name] != getattr(model, name):
+                how = f"Open it with that: GRPO(MODEL, {name}=...).open()"
+                raise ConfigError(f"{key} cannot change: the model is already open.", how)
+        self._config = resolve_run(config)
         trainers.check(self._config)
         self._policy = policy
         self._trainer = trainers.start(find("trainers", self._config.update.trainer), policy.policy, self._config, 0)
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
-        finalize(policy, shutil.rmtree, self._folder, ignore_errors=True)  # which samples from what lies there
+        finalize(policy, shutil.rmtree, self._folder, ignore_errors=True)  # the policy samples from the checkpoints in it
         start = policy.ref
         if start.path:
             checkpoints.read(start.path, start.sha256, "start", partial(self._trainer.load, fresh=True))
@@ -175,10 +189,10 @@ class GRPOTrainer:
         """Update the policy on the episodes. Episodes of the same task form a group.
 
         Returns:
-            Its numbers (`loss`, `reward`, `grad_norm`, `kl`, ...), and as `skipped` why nothing was changed, if so.
+            Metrics (`loss`, `reward`, `grad_norm`, `kl`, ...); `skipped` is the reason if nothing was changed.
 
         Raises:
-            StateError: something was not finite: the policy is as before, and this trainer is at its end.
+            StateError: a value was not finite. The policy is unchanged; create a new trainer.
             RewardError: an episode's reward is no finite number.
         """
         groups = grouped(episodes)
@@ -186,21 +200,21 @@ class GRPOTrainer:
         if done.bad:
             raise StateError(f"The update was undone: {done.skipped}.", "Create a new trainer with a lower learning rate.")
         rewards = [each.reward for group in groups for each in group.episodes if each.reward is not None]
-        told: dict[str, Any] = {"reward": sum(rewards) / max(1, len(rewards)), **done.metrics}
+        metrics: dict[str, Any] = {"reward": sum(rewards) / max(1, len(rewards)), **done.metrics}
         if done.skipped:
-            return told | {"skipped": done.skipped}
+            return metrics | {"skipped": done.skipped}
         self._updates += 1
         before, path = self._policy.ref, str(self._folder / f"v{self._updates}")
         sha256 = checkpoints.write(path, self._trainer.save)
         self._policy.ref = PolicyRef(before.base, before.base_hash, path, sha256, before.version + 1)
-        return told
+        return metrics
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Save the current policy as a model folder for `open_policy` and `agentrl chat`.
 
         Raises:
-            ConflictError: there is one already, and it is not to be overwritten, or is none of ours.
-            ModelError, CheckpointError: it cannot be made, and why.
+            ConflictError: the folder exists, and overwrite is False or agentrl did not write it.
+            ModelError, CheckpointError: it cannot be saved, and why.
         """
         target, here = Path(folder).expanduser(), settings()
         refuse_existing(target, overwrite, "Pass overwrite=True")
@@ -208,36 +222,23 @@ class GRPOTrainer:
         return target
 
 
-def judged(reward: Reward, name: str, ended: Episode) -> Any:
-    """Return the reward of the episode.
-
-    Raises:
-        RewardError: it raised.
-    """
-    try:
-        return reward(ended)
-    except Exception as error:
-        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from error
-
-
 def grouped(episodes: Iterable[Episode]) -> list[Group]:
     """Return the episodes grouped by task, in the order of first occurrence."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.key, []).append(episode)
-    made: Sequence[list[Episode]] = list(by_task.values())
-    return [Group(some[0].task, tuple(some), slot) for slot, some in enumerate(made)]
+    return [Group(members[0].task, tuple(members), slot) for slot, members in enumerate(by_task.values())]
 
 
-def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
+def task_of(value: "Task | Mapping[str, Any] | str") -> Task:
     """Return the task of a row or a question; equal rows have equal tasks.
 
     Raises:
-        DatasetError: it is none.
+        DatasetError: the row is not a task.
     """
-    if isinstance(given, Task):
-        return given
-    row: dict[str, Any] = {"question": given} if isinstance(given, str) else dict(given)
+    if isinstance(value, Task):
+        return value
+    row: dict[str, Any] = {"question": value} if isinstance(value, str) else dict(value)
     if not row.keys() & {"answer", "reference"}:
         row["reference"] = None
     line = json.dumps(row, ensure_ascii=False, sort_keys=True)
@@ -246,5 +247,5 @@ def task_of(given: "Task | Mapping[str, Any] | str") -> Task:
         raise DatasetError(
             f"{line[:200]} is not a valid task: {problems[0].partition(': ')[2]}.", 'Write {"question": ..., "answer": ...}.'
         )
-    made = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
-    return replace(made, key=f"given/{made.content_hash[:16]}")
+    task = Task("", rows[0].messages, rows[0].reference, rows[0].metadata)
+    return replace(task, key=f"given/{task.content_hash[:16]}")

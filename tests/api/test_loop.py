@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import agentrl
-from agentrl.api.by_hand import grouped, task_of
+from agentrl.api.loop import grouped, task_of
 from agentrl.workflow.errors import ConfigError, ConflictError, DatasetError, RewardError
 from tests.support.small_models import tiny_calling
 

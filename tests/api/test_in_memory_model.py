@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import agentrl
-from agentrl.api.in_memory_model import saved
+from agentrl.api.algorithms import save_model
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.models.tiny import tiny_model
+from agentrl.workflow.settings import settings
 from tests.support.small_models import tokenizer
 
 ROWS = [{"question": "What is 2 plus 1?", "answer": "3"}]
@@ -35,6 +36,20 @@ def test_a_model_is_saved_once_and_another_one_beside_it(tmp_path: Path) -> None
     assert first["model.path"] == again["model.path"] != other["model.path"]
     assert {str(path) for path in (tmp_path / "models").iterdir()} == {first["model.path"], other["model.path"]}
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+def test_grpo_opens_its_model_for_a_loop_by_hand(home: Path) -> None:
+    """The options of the model hold in the open policy, and `GRPOTrainer` takes the others from the same value."""
+    grpo = agentrl.GRPO(model(), tokenizer(), lora_r=4, learning_rate=0.01, max_new_tokens=4)
+    rewards = {"ids": lambda episode: float(sum(episode.steps[0].sampled_ids) % 7)}
+    with grpo.open(max_steps=1) as policy:
+        assert (policy.policy.config.lora_r, policy.limits.max_new_tokens, policy.limits.max_steps) == (4, 4, 1)
+        worker, trainer = agentrl.RolloutWorker(policy, "plain", rewards=rewards), agentrl.GRPOTrainer(policy, grpo)
+        assert "loss" in trainer.update(worker.run_episodes(ROWS, group_size=8))
+        assert policy.ref.version == 1
+        with pytest.raises(ConfigError, match=r"lora_r cannot change: .* Open it with that: GRPO\(MODEL, lora_r="):
+            agentrl.GRPOTrainer(policy, agentrl.PPO(lora_r=8))
+    assert Path(policy.ref.base).parent == settings().models_dir
 
 
 def test_a_name_or_a_folder_may_stand_where_the_model_does(tmp_path: Path) -> None:
@@ -87,7 +102,7 @@ def test_a_disk_that_takes_nothing_leaves_nothing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(made, "save_pretrained", refuse)
     with pytest.raises(ModelError, match="No space left on device"):
-        saved(made, tokenizer(), tmp_path / "models")
+        save_model(made, tokenizer(), tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
